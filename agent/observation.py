@@ -1,0 +1,116 @@
+"""What the loop sees of one window: a few numbers with units, None where nothing was measured."""
+
+import math
+from dataclasses import dataclass, field
+
+from kvpilot.engine.stats import StatsWindow
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """One window. None is "not measured", never zero: no requests in a window means no hit rate."""
+
+    time: float  # seconds, end of the window on the scraper's clock
+    seconds: float  # length of the window
+    reset: bool = False  # a counter went down: the engine restarted
+    idle: bool = False  # no counter moved at all
+    running: float | None = None  # requests admitted, at the end
+    waiting: float | None = None  # requests queued, at the end
+    waiting_mean_seconds: float | None = None  # mean age of the queue, at the end
+    waiting_oldest_seconds: float | None = None  # age of its oldest request
+    live_share: float | None = None  # share of the pool's bytes held by running requests
+    retained_share: float | None = None  # share held by protected idle pages
+    free_share: float | None = None  # share in free slots
+    preemptions: float | None = None  # in the window
+    rejected: float | None = None  # requests refused in the window
+    hit_rate: float | None = None  # share of prompt tokens found in the prefix cache
+    tokens_per_second: float | None = None  # generated
+    ttft_p50_seconds: float | None = None
+    ttft_p99_seconds: float | None = None
+    inter_token_p50_seconds: float | None = None
+    inter_token_p99_seconds: float | None = None
+    level_shares: dict[str, float] = field(default_factory=dict)  # of the pool's bytes, by codec
+
+    def as_dict(self) -> dict[str, object]:
+        """For the audit log: rounded, and without non-finite numbers, which JSON lacks."""
+        values = {name: value for name, value in self.__dict__.items() if name != "level_shares"}
+        return {
+            **{name: _plain(value) for name, value in values.items()},
+            "level_shares": {codec: round(share, 4) for codec, share in self.level_shares.items()},
+        }
+
+
+# What a decision rests on. Absent or non-finite in any of them: hold.
+REQUIRED = (
+    "running",
+    "waiting",
+    "waiting_mean_seconds",
+    "waiting_oldest_seconds",
+    "live_share",
+    "preemptions",
+)
+
+
+def observe(window: StatsWindow) -> Observation:
+    """The window's numbers; a gauge that the engine does not export becomes None."""
+    pool_bytes = _gauge(window, "pool_bytes")
+    free_bytes = _gauge(window, "pool_free_bytes")
+
+    def share(num_bytes: float | None) -> float | None:
+        return None if num_bytes is None or not pool_bytes else num_bytes / pool_bytes
+
+    by_state, by_level = _page_bytes(window)
+    levels = {codec: share(num_bytes) for codec, num_bytes in by_level.items()}
+    return Observation(
+        time=window.end.time,
+        seconds=window.seconds,
+        reset=window.is_reset(),
+        idle=window.start.values == window.end.values,
+        running=_gauge(window, "requests_running"),
+        waiting=_gauge(window, "requests_waiting"),
+        waiting_mean_seconds=_gauge(window, "waiting_mean_seconds"),
+        waiting_oldest_seconds=_gauge(window, "waiting_oldest_seconds"),
+        live_share=share(by_state.get("live", 0.0)),
+        retained_share=share(by_state.get("retained", 0.0)),
+        free_share=share(free_bytes),
+        preemptions=window.total("preemptions"),
+        rejected=window.total("requests_rejected"),
+        hit_rate=_finite(window.hit_rate),
+        tokens_per_second=_finite(window.rate("generation_tokens")),
+        ttft_p50_seconds=_quantile(window, "time_to_first_token_seconds", 0.5),
+        ttft_p99_seconds=_quantile(window, "time_to_first_token_seconds", 0.99),
+        inter_token_p50_seconds=_quantile(window, "inter_token_seconds", 0.5),
+        inter_token_p99_seconds=_quantile(window, "inter_token_seconds", 0.99),
+        level_shares={codec: value for codec, value in levels.items() if value is not None},
+    )
+
+
+def _gauge(window: StatsWindow, name: str) -> float | None:
+    return window.end.values.get((name, ()))
+
+
+def _page_bytes(window: StatsWindow) -> tuple[dict[str, float], dict[str, float]]:
+    """Bytes of occupied pages by state and by codec."""
+    by_state: dict[str, float] = {}
+    by_level: dict[str, float] = {}
+    for (name, labels), num_bytes in window.end.values.items():
+        if name == "page_bytes" and labels[0] != "free":
+            by_state[labels[0]] = by_state.get(labels[0], 0.0) + num_bytes
+            by_level[labels[1]] = by_level.get(labels[1], 0.0) + num_bytes
+    return by_state, by_level
+
+
+def _quantile(window: StatsWindow, name: str, q: float) -> float | None:
+    if name not in window.end.histograms or name not in window.start.histograms:
+        return None
+    return _finite(window.histogram(name).quantile(q))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, float):
+        return round(value, 4) if math.isfinite(value) else str(value)
+    return value
