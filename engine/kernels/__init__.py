@@ -3,6 +3,25 @@
 `KVPILOT_KERNELS=torch` in the environment forces the torch operations.
 """
 
-from kvpilot.engine.kernels.torch_ops import add_rms_norm, rms_norm, silu_mul
+from kvpilot.engine.kernels.page_table import PageTable, page_cells
+from kvpilot.engine.kernels.torch_ops import (
+    RopeTables,
+    add_rms_norm,
+    decode_attention,
+    gather_pages,
+    rms_norm,
+    rope_rotate_write,
+    silu_mul,
+)
 
-__all__ = ["add_rms_norm", "rms_norm", "silu_mul"]
+__all__ = [
+    "PageTable",
+    "RopeTables",
+    "add_rms_norm",
+    "decode_attention",
+    "gather_pages",
+    "page_cells",
+    "rms_norm",
+    "rope_rotate_write",
+    "silu_mul",
+]

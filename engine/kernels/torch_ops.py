@@ -4,8 +4,26 @@ Shape suffixes: T tokens, H hidden or heads, D head_dim, B requests, S tokens of
 P page size. Every computation is in float32; results are rounded once, to the dtype named.
 """
 
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from kvpilot.engine.kernels.page_table import PageTable
+from kvpilot.engine.kv.codecs.rotation import hadamard
+
+if TYPE_CHECKING:
+    from kvpilot.engine.kv.torch_storage import TorchStorage
+
+
+class RopeTables(NamedTuple):
+    """Cosines and sines of position * frequency, float32 [max_position, D / 2]."""
+
+    cos: Tensor
+    sin: Tensor
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -25,3 +43,68 @@ def silu_mul(gate_up_T2I: Tensor) -> Tensor:
     """silu(first half) * second half of the last dimension: [T, 2I] -> [T, I]."""
     gate, up = gate_up_T2I.float().chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up).to(gate_up_T2I.dtype)
+
+
+def rope_rotate_write(
+    qkv_TX: Tensor,
+    positions_T: NDArray[np.int64],
+    places_T2: NDArray[np.int64],
+    rope: RopeTables,
+    storage: "TorchStorage",
+    layer: int,
+    num_heads: int,
+) -> Tensor:
+    """Rotary embedding of q and k, the cache's basis change, and K and V written to their open pages.
+
+    `qkv_TX` is [T, (num_heads + 2 * num_kv_heads) * D]; `places_T2` holds per token the payload offset of its
+    page (level 0) and its index within the page. Returns q [T, num_heads, D] in the dtype of qkv.
+    """
+    shape = storage.shape
+    num_kv_heads, head_dim = shape.num_kv_heads, shape.head_dim
+    x_THD = qkv_TX.view(-1, num_heads + 2 * num_kv_heads, head_dim).float()
+    qk, v = x_THD.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
+    cos, sin = (table[torch.from_numpy(positions_T)][:, None] for table in (rope.cos, rope.sin))
+    first, second = qk.chunk(2, dim=-1)
+    qk = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    if (basis := hadamard(head_dim)) is not None:
+        qk = qk @ basis
+    q, k = qk.split((num_heads, num_kv_heads), dim=1)
+
+    dtype = storage.dtype
+    pool = storage.pool[: storage.pool.numel() // 4 * 4].view(dtype)
+    payloads, slots = torch.from_numpy(places_T2).unbind(1)
+    head_values = shape.page_size * head_dim
+    first_head = payloads // dtype.itemsize + layer * 2 * num_kv_heads * head_values + slots * head_dim
+    heads = torch.arange(2 * num_kv_heads) * head_values
+    index = first_head[:, None, None] + heads[:, None] + torch.arange(head_dim)
+    pool[index] = torch.cat((k, v), dim=1).to(dtype)
+    return q.to(qkv_TX.dtype)
+
+
+def gather_pages(
+    storage: "TorchStorage", layer: int, cells_N3: NDArray[np.int64], num_tokens: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """K and V of the first `num_tokens` tokens of these pages, dense: two tensors [num_kv_heads, S, D]."""
+    shape = storage.shape
+    size = (shape.num_kv_heads, num_tokens, shape.head_dim)
+    k_HSD, v_HSD = torch.empty(size, dtype=dtype), torch.empty(size, dtype=dtype)
+    for i, (level, payload, scales) in enumerate(cells_N3.tolist()):
+        begin = i * shape.page_size
+        count = min(shape.page_size, num_tokens - begin)
+        for dense, page in zip(
+            (k_HSD, v_HSD), storage.read_layer(level, payload, scales, layer), strict=True
+        ):
+            dense[:, begin : begin + count] = page[:, :count]
+    return k_HSD, v_HSD
+
+
+def decode_attention(q_BHD: Tensor, storage: "TorchStorage", layer: int, table: PageTable) -> Tensor:
+    """Attention of one query token per sequence over all its tokens: [B, num_heads, D], in the dtype of q."""
+    out_BHD = torch.empty_like(q_BHD)
+    for b, (begin, end) in enumerate(pairwise(table.indptr.tolist())):
+        num_tokens = int(table.num_tokens[b])
+        k_HSD, v_HSD = gather_pages(storage, layer, table.cells_N3[begin:end], num_tokens, torch.float32)
+        q_HGD = q_BHD[b].view(storage.shape.num_kv_heads, -1, storage.shape.head_dim).float()
+        scores = q_HGD @ k_HSD.mT * storage.shape.head_dim**-0.5
+        out_BHD[b] = (scores.softmax(-1) @ v_HSD).view_as(q_BHD[b])
+    return out_BHD

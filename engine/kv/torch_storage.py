@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
-
 from kvpilot.engine.errors import ConfigError
 from kvpilot.engine.kv.codecs import Codec, make_codec
-from kvpilot.engine.kv.formats import PageShape
+from kvpilot.engine.kv.codecs.exact import ExactCodec
+from kvpilot.engine.kv.formats import EXACT_CODECS, PageShape
 from kvpilot.engine.kv.storage import Conversion, Move
+from torch import Tensor
 
 
 class TorchStorage:
@@ -27,6 +27,9 @@ class TorchStorage:
     ) -> None:
         self.shape = shape
         self.codecs: tuple[Codec, ...] = tuple(make_codec(name, shape) for name in ladder)
+        if not isinstance(self.codecs[0], ExactCodec):
+            raise ConfigError(f"ladder={tuple(ladder)!r} is invalid: expected to start with {EXACT_CODECS}")
+        self.dtype: torch.dtype = self.codecs[0].dtype  # of open pages
         if pool_bytes < self.codecs[0].payload_bytes:
             raise ConfigError(
                 f"pool_bytes={pool_bytes} is invalid: expected at least one {ladder[0]} page of "
@@ -51,7 +54,7 @@ class TorchStorage:
         return self.codecs[level].decode(*self._cell(level, payload, scales))
 
     def write_page(self, level: int, payload: int, scales: int, k_LHPD: Tensor, v_LHPD: Tensor) -> None:
-        """Encodes K and V [L, H, P, D] into this cell; raises NonFiniteError and leaves the cell as it was."""
+        """Encodes K and V [L, H, P, D] into this cell; raises NonFiniteError before writing."""
         self.codecs[level].encode(k_LHPD, v_LHPD, *self._cell(level, payload, scales))
 
     def read_layer(self, level: int, payload: int, scales: int, layer: int) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,8 @@
 """The unquantized precisions; one of them is level 0 of every ladder."""
 
 import torch
-from torch import Tensor
-
 from kvpilot.engine.kv.codecs.base import Codec, NonFiniteError
+from torch import Tensor
 
 
 class ExactCodec(Codec):

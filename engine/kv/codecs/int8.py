@@ -1,9 +1,8 @@
 """int8, symmetric."""
 
 import torch
-from torch import Tensor
-
 from kvpilot.engine.kv.codecs.scaled import ScaledByteCodec
+from torch import Tensor
 
 
 class Int8Codec(ScaledByteCodec):

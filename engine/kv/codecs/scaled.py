@@ -3,9 +3,8 @@
 from abc import abstractmethod
 
 import torch
-from torch import Tensor
-
 from kvpilot.engine.kv.codecs.base import Codec, NonFiniteError
+from torch import Tensor
 
 
 class ScaledByteCodec(Codec):
