@@ -1,0 +1,323 @@
+"""Prefix cache, retention and reclaim: what happens to a page once it is sealed.
+
+`open -> sealed -> (last user ends) retained -> (idle > ttl, or above budget) unprotected -> stepped down, rung by
+rung -> released`. Memory is taken in this order: free slots (after compaction); idle pages stepped down as far as
+`kv_level` allows, unprotected before retained; unprotected pages released; then, for running requests and the
+exceptions named in `Take`, retained pages released; for running requests at last their own sealed pages
+stepped down.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from enum import StrEnum
+
+from kvpilot.engine.config import Knobs
+from kvpilot.engine.errors import PoolIntegrityError
+from kvpilot.engine.kv.eviction import EvictionPolicy, IdleQueue
+from kvpilot.engine.kv.pool import KVPool, Page, PageState
+from kvpilot.engine.stats import StatsRecorder
+
+IDLE_STATES = (PageState.UNPROTECTED, PageState.RETAINED)
+
+
+class Take(StrEnum):
+    """Why retained pages may be released."""
+
+    IDLE_ENGINE = "idle_engine"  # nothing is running
+    GROWTH = "growth"  # a running request needs its next page
+    STARVING = "starving"  # a request has waited longer than starvation_seconds
+
+
+class KVCache:
+    """Owns which sealed pages can be found, which idle pages are protected, and in which order memory is taken."""
+
+    def __init__(
+        self, pool: KVPool, policy: EvictionPolicy, knobs: Knobs, stats: StatsRecorder, *, tail_pages: int = 0
+    ) -> None:
+        self.pool = pool
+        self.policy = policy
+        self.knobs = knobs
+        self._stats = stats
+        self._tail_pages = tail_pages  # sealed pages per running request that keep 8 bits
+        self._by_hash: dict[Hashable, Page] = {}
+        levels = range(len(pool.ladder))
+        # by state, level and is_sink: sinks stop a rung earlier and must not hide the pages behind them
+        self._idle = {s: [(IdleQueue(policy), IdleQueue(policy)) for _ in levels] for s in IDLE_STATES}
+        self._live_sealed: list[OrderedDict[Page, None]] = [OrderedDict() for _ in levels]  # oldest first
+        self._retained_by_age: OrderedDict[Page, None] = OrderedDict()  # oldest last use first
+        self._retained_bytes = 0
+        self._next_rank = 0
+
+    # ------------------------------------------------------------------ lookup
+    def match(self, block_hash: Callable[[int], Hashable], max_pages: int) -> list[Page]:
+        """The cached pages of the longest known prefix, at most `max_pages`. Changes nothing."""
+        pages: list[Page] = []
+        for index in range(max_pages):
+            page = self._by_hash.get(block_hash(index))
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def has(self, block: Hashable) -> bool:
+        return block in self._by_hash
+
+    # ------------------------------------------------------------------ users of pages
+    def acquire(self, pages: list[Page], now: float) -> None:
+        """One more user for each of these cached pages, the leading pages of a sequence."""
+        for page in pages:
+            if page.refs == 0:
+                self._stats.observe("page_reuse_gap_seconds", now - page.last_use)
+                self._leave_idle(page)
+                self.pool.set_state(page, PageState.LIVE)
+                self._live_sealed[page.level][page] = None
+            page.refs += 1
+        for page in self.tail(pages, len(pages)):
+            page.guards += 1
+
+    def allocate(self) -> Page:
+        self._stats.add("pages_allocated")
+        return self.pool.allocate()
+
+    def seal(self, pages: list[Page], index: int, block: Hashable) -> None:
+        """Page `index` of a running sequence is full; it becomes findable unless its content already is."""
+        page = pages[index]
+        self.pool.seal(page, is_sink=index == 0)
+        self._live_sealed[0][page] = None
+        if block not in self._by_hash:
+            page.hash = block
+            self._by_hash[block] = page
+        if self._tail_pages:
+            page.guards += 1
+            if index >= self._tail_pages:
+                pages[index - self._tail_pages].guards -= 1
+
+    def release(
+        self, pages: list[Page], num_sealed: int, now: float, *, turn: int = 1, num_prompt_tokens: int = 0
+    ) -> None:
+        """The user of these pages ends. Sealed, findable pages become idle; the others are free."""
+        for page in self.tail(pages, num_sealed):
+            page.guards -= 1
+        leaf_seen = False
+        for page in reversed(pages):  # a leaf goes before its parents
+            page.refs -= 1
+            page.turn, page.num_prompt_tokens = turn, num_prompt_tokens
+            if page.refs > 0:
+                continue
+            if page.is_sealed:
+                del self._live_sealed[page.level][page]
+            if page.hash is None:
+                self.pool.free(page)
+                continue
+            page.last_use = now
+            page.idle_rank = self._next_rank
+            self._next_rank += 1
+            if not leaf_seen:
+                self.policy.request_ended(page, now)
+                leaf_seen = True
+            self.pool.set_state(page, PageState.UNPROTECTED)
+            self._queue(page).add(page)
+            if self.knobs.ttl_seconds > 0 and self.knobs.size_factor > 0:
+                self._protect(page)
+        self._shrink_to_budget(now)
+
+    # ------------------------------------------------------------------ retention
+    @property
+    def budget_bytes(self) -> float:
+        return self.knobs.size_factor * self.pool.num_slots * self.pool.slots.slot_bytes
+
+    def set_knobs(self, knobs: Knobs, now: float) -> None:
+        self.knobs = knobs
+        self.tick(now)
+
+    def tick(self, now: float) -> None:
+        """Bring retention up to date: what is too old or over budget loses protection, what fits regains it."""
+        while self._retained_by_age:
+            page = next(iter(self._retained_by_age))
+            if now - page.last_use <= self.knobs.ttl_seconds and self.knobs.ttl_seconds > 0:
+                break
+            self._unprotect(page)
+            self._stats.add("pages_expired")
+        self._shrink_to_budget(now)
+        self._grow_to_budget(now)
+
+    def _shrink_to_budget(self, now: float) -> None:
+        while self._retained_bytes > self.budget_bytes:
+            page = self._extreme(PageState.RETAINED, now, least=True)
+            assert page is not None
+            self._unprotect(page)
+            self._stats.add("pages_over_budget")
+
+    def _grow_to_budget(self, now: float) -> None:
+        if self.knobs.ttl_seconds == 0 or self._retained_bytes >= self.budget_bytes:
+            return
+        regained: list[Page] = []
+        bytes_left = self.budget_bytes - self._retained_bytes
+        while page := self._extreme(PageState.UNPROTECTED, now, least=False):
+            bytes_left -= self.pool.page_bytes[page.level]
+            if now - page.last_use > self.knobs.ttl_seconds or bytes_left < 0:
+                break
+            self._protect(page)
+            regained.append(page)
+        if regained:  # they are older than some that are protected already
+            by_age = sorted(self._retained_by_age, key=lambda page: (page.last_use, page.idle_rank))
+            self._retained_by_age = OrderedDict.fromkeys(by_age)
+
+    def _protect(self, page: Page) -> None:
+        self._queue(page).remove(page)
+        self.pool.set_state(page, PageState.RETAINED)
+        self._queue(page).add(page)
+        self._retained_by_age[page] = None
+        self._retained_bytes += self.pool.page_bytes[page.level]
+
+    def _unprotect(self, page: Page) -> None:
+        self._leave_idle(page)
+        self.pool.set_state(page, PageState.UNPROTECTED)
+        self._queue(page).add(page)
+
+    def _leave_idle(self, page: Page) -> None:
+        self._queue(page).remove(page)
+        if page.state == PageState.RETAINED:
+            del self._retained_by_age[page]
+            self._retained_bytes -= self.pool.page_bytes[page.level]
+
+    def _queue(self, page: Page) -> IdleQueue:
+        return self._idle[page.state][page.level][page.is_sink]
+
+    def _extreme(self, state: PageState, now: float, *, least: bool) -> Page | None:
+        """The least (or most) valuable idle page of this state, over all levels."""
+        queues = [queue for pair in self._idle[state] for queue in pair if len(queue)]
+        pages = [page for queue in queues if (page := queue.first(now) if least else queue.last(now))]
+        if len(pages) <= 1:
+            return pages[0] if pages else None
+        choose = min if least else max
+        return choose(pages, key=lambda page: (self.policy.value(page, now), page.idle_rank))
+
+    def tail(self, pages: list[Page], num_sealed: int) -> list[Page]:
+        """The sealed pages of a running sequence that keep 8 bits because its last tokens are in them."""
+        return pages[max(num_sealed - self._tail_pages, 0) : num_sealed]
+
+    # ------------------------------------------------------------------ memory
+    def obtainable_slots(self, matched: list[Page], *, with_retained: bool) -> int:
+        """Full-precision pages that `reclaim` could make room for while `matched` pages are kept.
+
+        Without `with_retained` (a waiting request) retained pages count as occupied, at the lowest level that
+        `kv_level` allows them.
+        """
+        pool = self.pool
+        level_limit = self.knobs.kv_level
+        pages = [sum(pool.counts[PageState.LIVE][level]) for level in range(len(pool.ladder))]
+        retained = [list(row) for row in pool.counts[PageState.RETAINED]]
+        for page in matched:
+            if page.refs == 0:
+                pages[page.level] += 1
+                if page.state == PageState.RETAINED:
+                    retained[page.level][page.is_sink] -= 1
+        if not with_retained:
+            for level, row in enumerate(retained):
+                for is_sink, count in enumerate(row):
+                    floor = pool.guard_level if is_sink else pool.last_level
+                    pages[max(level, min(level_limit, floor))] += count
+        return pool.num_slots - pool.slots_for(pages)
+
+    def reclaim(self, num_slots: int, now: float, take: Take | None = None) -> bool:
+        """Make room for `num_slots` open pages in the order of the module's docstring; False if that fails."""
+        pool = self.pool
+        while pool.available_slots < num_slots:
+            if pool.compact() or self._step_down_idle(now) or self._release_one(PageState.UNPROTECTED, now):
+                continue
+            if take is None:
+                return False
+            if self._release_one(PageState.RETAINED, now):
+                self._stats.add("retained_taken", 1, take)
+            elif take != Take.GROWTH or not self._step_down_live():
+                return False
+        return True
+
+    def reclaim_in_background(self, reserve_slots: int, now: float, max_pages: int = 8) -> None:
+        """Towards a reserve of free slots, by the same order as for a waiting request, a few pages at a time."""
+        for _ in range(max_pages):
+            if self.pool.available_slots >= reserve_slots:
+                return
+            if not (
+                self.pool.compact()
+                or self._step_down_idle(now)
+                or self._release_one(PageState.UNPROTECTED, now)
+            ):
+                return
+
+    def _step_down_idle(self, now: float) -> bool:
+        """The least valuable idle page one rung down: unprotected before retained, high levels before low ones."""
+        for state in IDLE_STATES:
+            for level in range(self.knobs.kv_level):
+                plain, sinks = self._idle[state][level]
+                page = plain.first(now) or (sinks.first(now) if level < self.pool.guard_level else None)
+                if page is not None and self.pool.has_cells(level + 1):
+                    self._step_down_queued(page, now)
+                    return True
+        return False
+
+    def _step_down_queued(self, page: Page, now: float) -> None:
+        bytes_before = self.pool.page_bytes[page.level]
+        self._queue(page).remove(page)
+        self._step_down(page)
+        self._queue(page).add(page)
+        if page.state == PageState.RETAINED:
+            self._retained_bytes += self.pool.page_bytes[page.level] - bytes_before
+        if page.hash is None:  # could not be encoded and serves nobody any more
+            self._release(page, now)
+
+    def _step_down_live(self) -> bool:
+        """The longest sealed page of running requests one rung down."""
+        for level in range(self.knobs.kv_level):
+            if not self._live_sealed[level] or not self.pool.has_cells(level + 1):
+                continue
+            for page in self._live_sealed[level]:
+                if self.pool.floor_level(page) > level:
+                    del self._live_sealed[level][page]
+                    self._step_down(page)
+                    self._live_sealed[page.level][page] = None
+                    return True
+        return False
+
+    def _step_down(self, page: Page) -> None:
+        if self.pool.step_down(page):
+            self._stats.add("pages_stepped_down", 1, self.pool.ladder[page.level])
+        elif page.hash is not None:  # NaN or inf: nobody else may read it
+            del self._by_hash[page.hash]
+            page.hash = None
+
+    def _release_one(self, state: PageState, now: float) -> bool:
+        page = self._extreme(state, now, least=True)
+        if page is not None:
+            self._release(page, now)
+        return page is not None
+
+    def _release(self, page: Page, now: float) -> None:
+        self._leave_idle(page)
+        if page.hash is not None:
+            del self._by_hash[page.hash]
+        self._stats.add("pages_released", 1, page.state.name.lower())
+        self._stats.observe("page_idle_before_release_seconds", now - page.last_use)
+        self.pool.free(page)
+
+    # ------------------------------------------------------------------ checks
+    def check_integrity(self) -> None:
+        """The pool's check, and: idle queues, hashes, guards and retained bytes agree with the pages."""
+        self.pool.check_integrity()
+        for state in IDLE_STATES:
+            for level, queues in enumerate(self._idle[state]):
+                queued = [len(queue) for queue in queues]
+                if queued != self.pool.counts[state][level]:
+                    booked = self.pool.counts[state][level]
+                    raise PoolIntegrityError(
+                        f"{state.name} pages at level {level}: queued {queued}, booked {booked}"
+                    )
+        retained = sum(self.pool.page_bytes[page.level] for page in self._retained_by_age)
+        if retained != self._retained_bytes or self._retained_bytes > max(self.budget_bytes, 0):
+            raise PoolIntegrityError(
+                f"retained bytes: counted {retained}, booked {self._retained_bytes}, budget {self.budget_bytes}"
+            )
+        for block, page in self._by_hash.items():
+            if page.hash != block or not page.is_sealed:
+                raise PoolIntegrityError(f"page {page.page_id}: hash {page.hash} is found under {block}")

@@ -1,0 +1,156 @@
+"""The order in which idle pages lose their place: interchangeable policies behind one interface.
+
+A policy judges pages (`value`: the lower, the sooner it goes) and learns from requests. An `IdleQueue` keeps idle
+pages so that the least and the most valuable are found quickly.
+"""
+
+import heapq
+from collections.abc import Callable, Hashable
+from math import inf
+from typing import Protocol
+
+from kvpilot.engine.kv.pool import Page
+
+
+class EvictionPolicy(Protocol):
+    """`bucket` groups pages whose values are ordered by `idle_rank` alone at any one time."""
+
+    def bucket(self, page: Page) -> int: ...
+
+    def value(self, page: Page, now: float) -> float: ...
+
+    def request_arrived(self, block_hash: Callable[[int], Hashable], num_blocks: int, now: float) -> None: ...
+
+    def request_ended(self, leaf: Page, now: float) -> None: ...
+
+
+class LruPolicy:
+    """Least recently used first."""
+
+    def bucket(self, page: Page) -> int:
+        return 0
+
+    def value(self, page: Page, now: float) -> float:
+        return page.last_use
+
+    def request_arrived(self, block_hash: Callable[[int], Hashable], num_blocks: int, now: float) -> None:
+        pass
+
+    def request_ended(self, leaf: Page, now: float) -> None:
+        pass
+
+
+class HazardPolicy:
+    """Least likely to return within `horizon_seconds` first, by turn number and prompt length.
+
+    For each class of (turn, prompt length) the policy counts idle spells and after which gap they ended in a
+    return; P(return in (a, a + horizon] | idle for a) follows from the counts (a discrete hazard with additive
+    smoothing). Spells are remembered by hash beyond the release of their pages, so that what was evicted too
+    early is seen to return.
+    """
+
+    TURN_CLASSES = 6
+    LENGTH_BOUNDS = (512, 4096, 32768)  # prompt tokens
+    GAP_BOUNDS = (1, 2, 5, 10, 20, 30, 45, 60, 90, 120, 180, 240, 360, 600, 900, 1800, 3600, inf)
+    MEMORY = 20_000  # spells remembered
+
+    def __init__(self, horizon_seconds: float = 60.0) -> None:
+        self.horizon_seconds = horizon_seconds
+        num = self.TURN_CLASSES * (len(self.LENGTH_BOUNDS) + 1)
+        self._spells = [0.0] * num
+        self._returns = [[0.0] * len(self.GAP_BOUNDS) for _ in range(num)]
+        self._open: dict[Hashable, tuple[int, float]] = {}  # leaf hash -> class, start of the spell
+
+    def bucket(self, page: Page) -> int:
+        length_class = sum(page.num_prompt_tokens > bound for bound in self.LENGTH_BOUNDS)
+        return min(page.turn, self.TURN_CLASSES) - 1 + self.TURN_CLASSES * length_class
+
+    def value(self, page: Page, now: float) -> float:
+        return self.return_probability(self.bucket(page), now - page.last_use)
+
+    def return_probability(self, bucket: int, age: float) -> float:
+        """P(return within the horizon | idle for `age` seconds), from the counts of this class."""
+        returns = self._returns[bucket]
+        gone = soon = 0.0
+        low = 0.0
+        for high, count in zip(self.GAP_BOUNDS, returns, strict=True):
+            if count:
+                width = min(high, 7200.0) - low
+                before = min(max(age - low, 0.0), width) / width
+                until = min(max(age + self.horizon_seconds - low, 0.0), width) / width
+                gone += count * before
+                soon += count * (until - before)
+            low = high
+        # one pseudo-spell that returns at a rate of one in 600 s keeps empty classes comparable (LRU-like)
+        return (soon + self.horizon_seconds / (600.0 + age)) / (max(self._spells[bucket] - gone, 0.0) + 1.0)
+
+    def request_arrived(self, block_hash: Callable[[int], Hashable], num_blocks: int, now: float) -> None:
+        for index in range(num_blocks - 1, -1, -1):
+            spell = self._open.pop(block_hash(index), None)
+            if spell is not None:
+                bucket, start = spell
+                gap = now - start
+                self._returns[bucket][sum(gap > bound for bound in self.GAP_BOUNDS)] += 1
+                return
+
+    def request_ended(self, leaf: Page, now: float) -> None:
+        if leaf.hash is None:
+            return
+        bucket = self.bucket(leaf)
+        self._spells[bucket] += 1
+        if self._spells[bucket] > 2000:  # forget half, to follow drift
+            self._spells[bucket] /= 2
+            self._returns[bucket] = [count / 2 for count in self._returns[bucket]]
+        self._open[leaf.hash] = (bucket, now)
+        if len(self._open) > self.MEMORY:
+            del self._open[next(iter(self._open))]
+
+
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LruPolicy, "hazard": HazardPolicy}
+
+
+class IdleQueue:
+    """Idle pages of one state and level. Heaps with lazy deletion, one pair per bucket of the policy."""
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._policy = policy
+        self._members: dict[Page, tuple[int, int]] = {}  # bucket, idle_rank
+        self._old: dict[int, list[tuple[int, Page]]] = {}
+        self._new: dict[int, list[tuple[int, Page]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def add(self, page: Page) -> None:
+        bucket, rank = self._policy.bucket(page), page.idle_rank
+        self._members[page] = (bucket, rank)
+        heapq.heappush(self._old.setdefault(bucket, []), (rank, page))
+        heapq.heappush(self._new.setdefault(bucket, []), (-rank, page))
+
+    def remove(self, page: Page) -> None:
+        del self._members[page]
+
+    def first(self, now: float) -> Page | None:
+        """The least valuable page: within a bucket the one idle longest."""
+        heads = [head for heap in self._old.values() if (head := self._head(heap, 1))]
+        if len(heads) <= 1:
+            return heads[0] if heads else None
+        return min(heads, key=lambda page: (self._policy.value(page, now), page.idle_rank))
+
+    def last(self, now: float) -> Page | None:
+        """The most valuable page: within a bucket the one idle shortest."""
+        heads = [head for heap in self._new.values() if (head := self._head(heap, -1))]
+        if len(heads) <= 1:
+            return heads[0] if heads else None
+        return max(heads, key=lambda page: (self._policy.value(page, now), page.idle_rank))
+
+    def _head(self, heap: list[tuple[int, Page]], sign: int) -> Page | None:
+        if len(heap) > 64 + 4 * len(self._members):
+            heap[:] = sorted({entry for entry in heap if self._is_valid(entry, sign)}, key=lambda e: e[0])
+        while heap and not self._is_valid(heap[0], sign):
+            heapq.heappop(heap)
+        return heap[0][1] if heap else None
+
+    def _is_valid(self, entry: tuple[int, Page], sign: int) -> bool:
+        member = self._members.get(entry[1])
+        return member is not None and member[1] == sign * entry[0]

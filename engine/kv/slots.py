@@ -1,0 +1,117 @@
+"""Slab allocation of the pool's bytes: slots of one full-precision page, cut into equal cells of one class.
+
+A slot is free or belongs to one class; it changes class only when empty. Class 0 has the size of a slot. An
+address is a byte offset, `slot * slot_bytes + index * cell_bytes[class]`.
+"""
+
+from collections.abc import Sequence
+
+from kvpilot.engine.errors import PoolIntegrityError
+
+FREE = -1
+
+
+class SlotAllocator:
+    """Owns which cell is taken. Knows nothing of pages."""
+
+    def __init__(self, num_slots: int, slot_bytes: int, cell_bytes: Sequence[int]) -> None:
+        self.num_slots = num_slots
+        self.slot_bytes = slot_bytes
+        self.cell_bytes = tuple(cell_bytes)
+        self.per_slot = tuple(slot_bytes // size for size in cell_bytes)
+        self.used_cells = [0] * len(cell_bytes)
+        self._class = [FREE] * num_slots
+        self._mask = [0] * num_slots  # bit i: cell i is taken
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._partial: list[dict[int, None]] = [{} for _ in cell_bytes]  # slots with a taken and an open cell
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def has_hole(self, cls: int) -> bool:
+        """A cell of this class can be had without a free slot."""
+        return bool(self._partial[cls])
+
+    def allocate(self, cls: int) -> int | None:
+        """Address of a cell, from a partly filled slot if there is one; None if neither that nor a free slot."""
+        partial = self._partial[cls]
+        if partial:
+            slot = next(iter(partial))
+        elif self._free:
+            slot = self._free.pop()
+            self._class[slot] = cls
+        else:
+            return None
+        mask = self._mask[slot]
+        index = (~mask & (mask + 1)).bit_length() - 1
+        mask |= 1 << index
+        self._mask[slot] = mask
+        self.used_cells[cls] += 1
+        if mask == (1 << self.per_slot[cls]) - 1:
+            partial.pop(slot, None)
+        else:
+            partial[slot] = None
+        return slot * self.slot_bytes + index * self.cell_bytes[cls]
+
+    def free(self, address: int) -> None:
+        slot, offset = divmod(address, self.slot_bytes)
+        cls = self._class[slot]
+        bit = 1 << (offset // self.cell_bytes[cls])
+        assert cls != FREE and self._mask[slot] & bit, f"cell at {address} is not taken"
+        self._mask[slot] &= ~bit
+        self.used_cells[cls] -= 1
+        if self._mask[slot]:
+            self._partial[cls][slot] = None
+        else:
+            self._partial[cls].pop(slot, None)
+            self._class[slot] = FREE
+            self._free.append(slot)
+
+    def sparse_slot(self, cls: int) -> list[int] | None:
+        """Addresses of the cells of the emptiest slot of this class whose cells fit into the holes of others.
+
+        None if the class has no whole slot to win. The caller moves those cells (see `vacate`).
+        """
+        partial = self._partial[cls]
+        if len(partial) < 2:
+            return None
+        open_cells = len(partial) * self.per_slot[cls] - sum(self._mask[s].bit_count() for s in partial)
+        slot = min(partial, key=lambda s: (self._mask[s].bit_count(), s))
+        taken = self._mask[slot].bit_count()
+        if open_cells - (self.per_slot[cls] - taken) < taken:
+            return None
+        base, size = slot * self.slot_bytes, self.cell_bytes[cls]
+        return [base + i * size for i in range(self.per_slot[cls]) if self._mask[slot] >> i & 1]
+
+    def relocate(self, address: int) -> int:
+        """Take a cell of the same class in another partly filled slot and free this one; returns the new address."""
+        slot = address // self.slot_bytes
+        cls = self._class[slot]
+        partial = self._partial[cls]
+        partial.pop(slot)  # so that the new cell is not in the slot being emptied
+        target = self.allocate(cls)
+        assert target is not None
+        partial[slot] = None
+        self.free(address)
+        return target
+
+    def check_integrity(self) -> None:
+        """Raise PoolIntegrityError unless free + taken slots and the cells of every class add up."""
+        counts = [0] * len(self.cell_bytes)
+        for slot, (cls, mask) in enumerate(zip(self._class, self._mask, strict=True)):
+            if (cls == FREE) != (mask == 0):
+                raise PoolIntegrityError(f"slot {slot}: class {cls} with taken cells {mask:b}")
+            if cls == FREE:
+                continue
+            counts[cls] += mask.bit_count()
+            full = mask == (1 << self.per_slot[cls]) - 1
+            if full == (slot in self._partial[cls]):
+                raise PoolIntegrityError(
+                    f"slot {slot}: cells {mask:b} of class {cls}, partial list disagrees"
+                )
+        if counts != self.used_cells:
+            raise PoolIntegrityError(f"cells by class: counted {counts}, booked {self.used_cells}")
+        num_free = sum(cls == FREE for cls in self._class)
+        if num_free != self.num_free or len(set(self._free)) != self.num_free:
+            raise PoolIntegrityError(f"free slots: counted {num_free}, booked {self.num_free}")
