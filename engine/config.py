@@ -1,6 +1,8 @@
 """The envelope (fixed at start) and the knobs (live, always inside the envelope)."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import pairwise
 
 from kvpilot.engine.errors import ConfigError, KnobInvalidError
 from kvpilot.engine.kv.formats import BITS, EXACT_CODECS
@@ -65,7 +67,7 @@ class EngineConfig:
         known = all(codec in BITS for codec in self.ladder)
         check(bool(self.ladder) and known, "ladder", f"a non-empty list of {', '.join(BITS)}")
         bits = [BITS[codec] for codec in self.ladder]
-        falling = all(a > b for a, b in zip(bits, bits[1:], strict=False))
+        falling = all(a > b for a, b in pairwise(bits))
         check(self.ladder[0] in EXACT_CODECS, "ladder", f"to start with one of {EXACT_CODECS}")
         check(falling, "ladder", "each codec smaller than the one before")
         check(self.max_batch_ceiling >= 1, "max_batch_ceiling", ">= 1")
@@ -95,7 +97,7 @@ def knob_bounds(config: EngineConfig) -> dict[str, KnobBounds]:
     }
 
 
-def validate_knobs(changes: dict[str, object], config: EngineConfig) -> dict[str, float | int]:
+def validate_knobs(changes: Mapping[str, object], config: EngineConfig) -> dict[str, float | int]:
     """The changes in their proper types; raises KnobInvalidError for the first one that is not in bounds."""
     bounds = knob_bounds(config)
     clean: dict[str, float | int] = {}
@@ -103,8 +105,9 @@ def validate_knobs(changes: dict[str, object], config: EngineConfig) -> dict[str
         if name not in bounds:
             raise KnobInvalidError(name, value, f"one of {', '.join(KNOB_NAMES)}")
         limit = bounds[name]
-        numeric = isinstance(value, int | float) and not isinstance(value, bool)
-        if not numeric or not limit.low <= value <= limit.high or (limit.integer and value != int(value)):
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise KnobInvalidError(name, value, str(limit))
+        if not limit.low <= value <= limit.high or (limit.integer and value != int(value)):
             raise KnobInvalidError(name, value, str(limit))
         clean[name] = int(value) if limit.integer else float(value)
     return clean

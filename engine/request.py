@@ -1,6 +1,6 @@
 """The nouns of serving: what a user asks for, what the scheduler holds, what one step runs and returns."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
@@ -56,7 +56,7 @@ class Request:
     num_prompt_tokens: int
     max_tokens: int
     arrival_time: float  # seconds, on the engine's clock
-    block_hash: Callable[[int], int]
+    block_hash: Callable[[int], Hashable]
     sampling: SamplingParams | None = None
     tokens: list[int] | None = None  # prompt, then output
     # ------------------------------------------------------------------ owned by the scheduler

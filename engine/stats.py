@@ -135,7 +135,8 @@ class Histogram(NamedTuple):
     sum: float
 
     @property
-    def count(self) -> float:
+    def total(self) -> float:
+        """Observations in all buckets."""
         return sum(self.counts)
 
     def minus(self, other: "Histogram") -> "Histogram":
@@ -144,7 +145,7 @@ class Histogram(NamedTuple):
 
     def quantile(self, q: float) -> float:
         """Linear interpolation within the bucket, as PromQL's histogram_quantile; nan if empty."""
-        total = self.count
+        total = self.total
         if total <= 0:
             return math.nan
         rank, seen, low = q * total, 0.0, 0.0
@@ -156,7 +157,7 @@ class Histogram(NamedTuple):
 
     @property
     def mean(self) -> float:
-        return self.sum / self.count if self.count > 0 else math.nan
+        return self.sum / self.total if self.total > 0 else math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +222,10 @@ class StatsRecorder:
     """Mutable collector behind the snapshots; one writer."""
 
     def __init__(self) -> None:
-        self._counters: dict[Series, float] = {}
+        # Present from the start, so that rates see the first increment and a scraper can tell "0" from "missing".
+        self._counters: dict[Series, float] = {
+            (name, ()): 0 for name, metric in METRICS.items() if metric.kind == "counter" and not metric.labels
+        }
         self._histograms = {
             name: [[0] * (len(metric.buckets) + 1), 0.0]
             for name, metric in METRICS.items()

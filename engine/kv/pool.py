@@ -162,7 +162,8 @@ class KVPool:
 
         False if its values cannot be encoded (NaN or inf): the page stays as it was and is stuck at its level.
         """
-        assert page.is_sealed and page.level < self.last_level
+        assert page.is_sealed
+        assert page.level < self.last_level
         level = page.level + 1
         target = self._take_cells(level)
         source = Cell(page.payload, page.scales)
@@ -217,7 +218,8 @@ class KVPool:
     # ------------------------------------------------------------------ cells
     def _take_cells(self, level: int) -> Cell:
         payload, scales = self.slots.allocate(level), self.slots.allocate(self.last_level + level)
-        assert payload is not None and scales is not None, "step_down() without room"
+        assert payload is not None, "step_down() without room"
+        assert scales is not None, "step_down() without room"
         return Cell(payload, scales)
 
     def _free_cells(self, *addresses: int) -> None:

@@ -57,8 +57,9 @@ class SlotAllocator:
     def free(self, address: int) -> None:
         slot, offset = divmod(address, self.slot_bytes)
         cls = self._class[slot]
+        assert cls != FREE, f"slot of {address} is free"
         bit = 1 << (offset // self.cell_bytes[cls])
-        assert cls != FREE and self._mask[slot] & bit, f"cell at {address} is not taken"
+        assert self._mask[slot] & bit, f"cell at {address} is not taken"
         self._mask[slot] &= ~bit
         self.used_cells[cls] -= 1
         if self._mask[slot]:

@@ -30,7 +30,9 @@ class StubRunner:
             end = start + num_new
             assert len(request.pages) * self._page_size >= end, "a token without a page"
             open_pages = request.pages[start // self._page_size :]
-            assert all(not page.is_sealed and page.level == 0 for page in open_pages), "writing to a sealed page"
+            assert all(not page.is_sealed and page.level == 0 for page in open_pages), (
+                "writing to a sealed page"
+            )
         return [SampledToken(self._random.randrange(100)) if entry.samples else None for entry in batch]
 
 

@@ -40,7 +40,9 @@ schedules = st.lists(st.tuples(st.integers(0, 60), knob_changes), max_size=6)
     eviction=st.sampled_from(["lru", "hazard"]),
     starvation=st.sampled_from([0.0, 5.0, 300.0]),
 )
-def test_every_request_ends(make_engine, stub_runner, clock, arrivals, schedule, num_slots, eviction, starvation):
+def test_every_request_ends(
+    make_engine, stub_runner, clock, arrivals, schedule, num_slots, eviction, starvation
+):
     clock.now = 0.0
     engine: Engine = make_engine(
         num_slots,
@@ -80,7 +82,9 @@ def test_every_request_ends(make_engine, stub_runner, clock, arrivals, schedule,
                 ended[output.request.request_id] = output.finish_reason
                 assert output.request.num_output_tokens == accepted[output.request.request_id]
         if oldest_running is not None:
-            assert oldest_running.num_computed > before or oldest_running.is_prefilling, "the oldest stands still"
+            assert oldest_running.num_computed > before or oldest_running.is_prefilling, (
+                "the oldest stands still"
+            )
         engine.check_integrity()
         clock.now += 0.25
         step += 1
