@@ -147,6 +147,8 @@ def constrain(
     changes: dict[str, float | int] = {}
     refusals: list[Refusal] = []
     for name, value in wanted.items():
+        if name in knobs and value == knobs[name]:
+            continue
         refusal = _held(name, knobs, bounds, last_change, now, limits, pending, classes)
         if refusal is None:
             refusal = _unusable(name, value)

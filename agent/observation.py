@@ -10,7 +10,7 @@ from kvpilot.engine.stats import StatsWindow
 class Observation:
     """One window. None is "not measured", never zero: no requests in a window means no hit rate."""
 
-    time: float  # seconds, end of the window on the scraper's clock
+    time: float  # seconds, end of the window on the engine's clock
     seconds: float  # length of the window
     reset: bool = False  # a counter went down: the engine restarted
     idle: bool = False  # no counter moved at all
