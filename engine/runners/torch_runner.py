@@ -1,5 +1,6 @@
 """The CPU runner: one forward pass over all tokens of a step."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -13,13 +14,9 @@ from kvpilot.engine.sampling import sample
 class Model(Protocol):
     """What the runner needs of a model; see `kvpilot.engine.model.llama.Llama`."""
 
-    def forward(self, token_ids_T: Tensor, attend: "Attend") -> Tensor: ...
+    def forward(self, token_ids_T: Tensor, attend: Callable[[int, Tensor], Tensor]) -> Tensor: ...
 
     def logits(self, hidden_NH: Tensor) -> Tensor: ...
-
-
-class Attend(Protocol):
-    def __call__(self, layer: int, qkv_TX: Tensor) -> Tensor: ...
 
 
 class TorchRunner:
