@@ -80,11 +80,19 @@ class KVCache:
         return self.pool.allocate()
 
     def seal(self, pages: list[Page], index: int, block: Hashable) -> None:
-        """Page `index` of a running sequence is full; it becomes findable unless its content already is."""
+        """Page `index` of a running sequence is full and becomes findable.
+
+        It replaces an idle page of the same content, which may have been stepped down; beside one in use it
+        stays private.
+        """
         page = pages[index]
         self.pool.seal(page, is_sink=index == 0)
         self._live_sealed[0][page] = None
-        if block not in self._by_hash:
+        twin = self._by_hash.get(block)
+        if twin is not None and twin.refs == 0:
+            self._leave_idle(twin)
+            self.pool.free(twin)
+        if twin is None or twin.refs == 0:
             page.hash = block
             self._by_hash[block] = page
         if self._tail_pages:
