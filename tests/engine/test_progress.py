@@ -29,7 +29,7 @@ schedules = st.lists(st.tuples(st.integers(0, 60), knob_changes), max_size=6)
 
 
 @settings(
-    max_examples=150,
+    max_examples=300,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -1,5 +1,7 @@
 """The slab allocator: random allocations, frees and compactions keep the books."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,7 +41,7 @@ def test_cells_never_overlap_and_compaction_wins_a_slot(actions):
                 assert slots.num_free == free_before + 1
         slots.check_integrity()
         spans = sorted((address, address + slots.cell_bytes[cls]) for address, cls in taken.items())
-        assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+        assert all(end <= start for (_, end), (start, _) in pairwise(spans))
         assert sum(slots.used_cells) == len(taken)
 
 
