@@ -1,0 +1,1 @@
+"""Models: checkpoints, the decoder, tokenizers, chat templates."""
