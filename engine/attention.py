@@ -27,7 +27,7 @@ class PrefillChunk:
     begin: int
     end: int
     start: int
-    cells_N3: NDArray[np.int64]
+    cells: NDArray[np.int64]
 
     @property
     def num_tokens(self) -> int:
@@ -39,8 +39,8 @@ class PrefillChunk:
 class AttentionPlan:
     """What every layer of one step needs to know; valid until a page is converted or moved."""
 
-    positions_T: NDArray[np.int64]
-    places_T2: NDArray[np.int64]  # payload offset of the token's page, index within the page
+    positions: NDArray[np.int64]
+    places: NDArray[np.int64]  # payload offset of the token's page, index within the page
     decode_rows: slice | Tensor  # rows of the step that the table's sequences compute
     decode_table: PageTable | None
     chunks: tuple[PrefillChunk, ...]
@@ -91,11 +91,11 @@ class PagedAttention:
             if num_new == 1:
                 decodes.append((row, cells, num_tokens))
             else:
-                chunks.append(PrefillChunk(begin=row, end=row + num_new, start=start, cells_N3=cells))
+                chunks.append(PrefillChunk(begin=row, end=row + num_new, start=start, cells=cells))
             row += num_new
         return AttentionPlan(
-            positions_T=np.concatenate(positions),
-            places_T2=np.concatenate(places),
+            positions=np.concatenate(positions),
+            places=np.concatenate(places),
             decode_rows=slice(None) if not chunks else torch.tensor([row for row, _, _ in decodes]),
             decode_table=_page_table(decodes) if decodes else None,
             chunks=tuple(chunks),
@@ -104,7 +104,7 @@ class PagedAttention:
     def __call__(self, layer: int, qkv_TX: Tensor, plan: AttentionPlan) -> Tensor:
         """qkv [T, (Hq + 2 Hkv) * D] before RoPE -> attention output [T, Hq * D], in the dtype of qkv."""
         q_THD = kernels.rope_rotate_write(
-            qkv_TX, plan.positions_T, plan.places_T2, self._rope, self._storage, layer, self._num_heads
+            qkv_TX, plan.positions, plan.places, self._rope, self._storage, layer, self._num_heads
         )
         if plan.decode_table is not None and not plan.chunks:
             return kernels.decode_attention(q_THD, self._storage, layer, plan.decode_table).flatten(1)
@@ -123,7 +123,7 @@ class PagedAttention:
         """Past tokens without a mask, the chunk itself causal; both as stored, so that the result does not
         depend on where chunks begin."""
         k_HSD, v_HSD = kernels.gather_pages(
-            self._storage, layer, chunk.cells_N3, chunk.num_tokens, self._dtype
+            self._storage, layer, chunk.cells, chunk.num_tokens, self._dtype
         )
         q_HTD = q_THD.transpose(0, 1)
         start = chunk.start
@@ -137,7 +137,7 @@ class PagedAttention:
 
 def _page_table(decodes: list[tuple[int, NDArray[np.int64], int]]) -> PageTable:
     return PageTable(
-        cells_N3=np.concatenate([cells for _, cells, _ in decodes]),
+        cells=np.concatenate([cells for _, cells, _ in decodes]),
         indptr=np.cumsum([0, *(len(cells) for _, cells, _ in decodes)]),
         num_tokens=np.array([num_tokens for _, _, num_tokens in decodes]),
     )

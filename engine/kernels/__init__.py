@@ -3,21 +3,31 @@
 `KVPILOT_KERNELS=torch` in the environment forces the torch operations.
 """
 
+from kvpilot.engine.kernels import torch_ops
+from kvpilot.engine.kernels.cpu import CPUKernels, load_library
 from kvpilot.engine.kernels.page_table import PageTable, page_cells
-from kvpilot.engine.kernels.torch_ops import (
-    RopeTables,
-    add_rms_norm,
-    decode_attention,
-    gather_pages,
-    rms_norm,
-    rope_rotate_write,
-    silu_mul,
-)
+from kvpilot.engine.kernels.torch_ops import RopeTables
+
+_library = load_library()
+_kernels = CPUKernels(_library) if _library is not None else torch_ops
+
+IMPLEMENTATION: str = _library.__name__.rpartition("_")[2] if _library is not None else "torch"
+"""Which code runs: "v4" or "v3" (x86-64 levels), "any" (another machine), or "torch"."""
+
+add_rms_norm = _kernels.add_rms_norm
+convert_page = _kernels.convert_page
+decode_attention = _kernels.decode_attention
+gather_pages = _kernels.gather_pages
+rms_norm = _kernels.rms_norm
+rope_rotate_write = _kernels.rope_rotate_write
+silu_mul = _kernels.silu_mul
 
 __all__ = [
+    "IMPLEMENTATION",
     "PageTable",
     "RopeTables",
     "add_rms_norm",
+    "convert_page",
     "decode_attention",
     "gather_pages",
     "page_cells",

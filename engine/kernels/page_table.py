@@ -29,6 +29,6 @@ def page_cells(pages: Sequence[PageCells]) -> NDArray[np.int64]:
 class PageTable:
     """Pages of B sequences, one sequence after another; all pages are full but the last of each sequence."""
 
-    cells_N3: NDArray[np.int64]  # (level, payload offset, scales offset)
+    cells: NDArray[np.int64]  # (level, payload offset, scales offset)
     indptr: NDArray[np.int64]  # [B + 1]; sequence b has rows indptr[b] to indptr[b + 1]
     num_tokens: NDArray[np.int64]  # [B], each > 0

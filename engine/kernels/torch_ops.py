@@ -4,6 +4,7 @@ Shape suffixes: T tokens, H hidden or heads, D head_dim, B requests, S tokens of
 P page size. Every computation is in float32; results are rounded once, to the dtype named.
 """
 
+from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from kvpilot.engine.kernels.page_table import PageTable
 from kvpilot.engine.kv.codecs.rotation import hadamard
+from kvpilot.engine.kv.storage import Conversion
 
 if TYPE_CHECKING:
     from kvpilot.engine.kv.torch_storage import TorchStorage
@@ -24,6 +26,9 @@ class RopeTables(NamedTuple):
 
     cos: Tensor
     sin: Tensor
+
+
+cache_basis = cache(hadamard)  # in which K and V of this head_dim are cached; None: as they are
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -47,8 +52,8 @@ def silu_mul(gate_up_T2I: Tensor) -> Tensor:
 
 def rope_rotate_write(
     qkv_TX: Tensor,
-    positions_T: NDArray[np.int64],
-    places_T2: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    places: NDArray[np.int64],
     rope: RopeTables,
     storage: "TorchStorage",
     layer: int,
@@ -56,23 +61,23 @@ def rope_rotate_write(
 ) -> Tensor:
     """Rotary embedding of q and k, the cache's basis change, and K and V written to their open pages.
 
-    `qkv_TX` is [T, (num_heads + 2 * num_kv_heads) * D]; `places_T2` holds per token the payload offset of its
+    `qkv_TX` is [T, (num_heads + 2 * num_kv_heads) * D]; `places` holds per token the payload offset of its
     page (level 0) and its index within the page. Returns q [T, num_heads, D] in the dtype of qkv.
     """
     shape = storage.shape
     num_kv_heads, head_dim = shape.num_kv_heads, shape.head_dim
     x_THD = qkv_TX.view(-1, num_heads + 2 * num_kv_heads, head_dim).float()
     qk, v = x_THD.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
-    cos, sin = (table[torch.from_numpy(positions_T)][:, None] for table in (rope.cos, rope.sin))
+    cos, sin = (table[torch.from_numpy(positions)][:, None] for table in (rope.cos, rope.sin))
     first, second = qk.chunk(2, dim=-1)
     qk = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    if (basis := hadamard(head_dim)) is not None:
+    if (basis := cache_basis(head_dim)) is not None:
         qk = qk @ basis
     q, k = qk.split((num_heads, num_kv_heads), dim=1)
 
     dtype = storage.dtype
     pool = storage.pool[: storage.pool.numel() // 4 * 4].view(dtype)
-    payloads, slots = torch.from_numpy(places_T2).unbind(1)
+    payloads, slots = torch.from_numpy(places).unbind(1)
     head_values = shape.page_size * head_dim
     first_head = payloads // dtype.itemsize + layer * 2 * num_kv_heads * head_values + slots * head_dim
     heads = torch.arange(2 * num_kv_heads) * head_values
@@ -82,13 +87,13 @@ def rope_rotate_write(
 
 
 def gather_pages(
-    storage: "TorchStorage", layer: int, cells_N3: NDArray[np.int64], num_tokens: int, dtype: torch.dtype
+    storage: "TorchStorage", layer: int, cells: NDArray[np.int64], num_tokens: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """K and V of the first `num_tokens` tokens of these pages, dense: two tensors [num_kv_heads, S, D]."""
     shape = storage.shape
     size = (shape.num_kv_heads, num_tokens, shape.head_dim)
     k_HSD, v_HSD = torch.empty(size, dtype=dtype), torch.empty(size, dtype=dtype)
-    for i, (level, payload, scales) in enumerate(cells_N3.tolist()):
+    for i, (level, payload, scales) in enumerate(cells.tolist()):
         begin = i * shape.page_size
         count = min(shape.page_size, num_tokens - begin)
         for dense, page in zip(
@@ -103,8 +108,16 @@ def decode_attention(q_BHD: Tensor, storage: "TorchStorage", layer: int, table: 
     out_BHD = torch.empty_like(q_BHD)
     for b, (begin, end) in enumerate(pairwise(table.indptr.tolist())):
         num_tokens = int(table.num_tokens[b])
-        k_HSD, v_HSD = gather_pages(storage, layer, table.cells_N3[begin:end], num_tokens, torch.float32)
+        k_HSD, v_HSD = gather_pages(storage, layer, table.cells[begin:end], num_tokens, torch.float32)
         q_HGD = q_BHD[b].view(storage.shape.num_kv_heads, -1, storage.shape.head_dim).float()
         scores = q_HGD @ k_HSD.mT * storage.shape.head_dim**-0.5
         out_BHD[b] = (scores.softmax(-1) @ v_HSD).view_as(q_BHD[b])
     return out_BHD
+
+
+def convert_page(storage: "TorchStorage", conversion: Conversion) -> None:
+    """Re-encodes one page. NonFiniteError if the target's codec cannot hold it; the source is never touched,
+    and what the target's cell holds after an error is undefined."""
+    source, from_level, target, to_level = conversion
+    k_LHPD, v_LHPD = storage.read_page(from_level, *source)
+    storage.write_page(to_level, *target, k_LHPD, v_LHPD)

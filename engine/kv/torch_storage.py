@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+
+from kvpilot.engine import kernels
 from kvpilot.engine.errors import ConfigError
+from kvpilot.engine.kernels.cpu import page_layout
 from kvpilot.engine.kv.codecs import Codec, make_codec
 from kvpilot.engine.kv.codecs.exact import ExactCodec
 from kvpilot.engine.kv.formats import EXACT_CODECS, PageShape
 from kvpilot.engine.kv.storage import Conversion, Move
-from torch import Tensor
 
 
 class TorchStorage:
@@ -35,14 +38,14 @@ class TorchStorage:
                 f"pool_bytes={pool_bytes} is invalid: expected at least one {ladder[0]} page of "
                 f"{self.codecs[0].payload_bytes} bytes"
             )
+        self.layout = page_layout(shape, tuple(ladder))  # for native code
         self.pool: Tensor = torch.empty(pool_bytes, dtype=torch.uint8, device=device)
 
     def convert(self, conversions: list[Conversion]) -> None:
         """Re-encodes pages, in order. NonFiniteError stops at the first refused page: earlier ones are done,
         its source and all later ones are untouched."""
-        for source, from_level, target, to_level in conversions:
-            k_LHPD, v_LHPD = self.read_page(from_level, source.payload, source.scales)
-            self.codecs[to_level].encode(k_LHPD, v_LHPD, *self._cell(to_level, target.payload, target.scales))
+        for conversion in conversions:
+            kernels.convert_page(self, conversion)
 
     def move(self, moves: list[Move]) -> None:
         """Copies byte ranges, in order."""
