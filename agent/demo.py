@@ -26,6 +26,7 @@ from kvpilot.agent.policy import ThresholdPolicy
 from kvpilot.agent.recording import Recording
 from kvpilot.agent.report import write_report
 from kvpilot.agent.traffic import PHASES, Session, make_sessions
+from kvpilot.engine.config import EngineConfig
 from kvpilot.engine.errors import ConfigError
 
 SAMPLE_SECONDS = 1.0
@@ -179,6 +180,7 @@ def _write(config: DemoConfig, recordings: list[Recording], problem: str | None)
         "version": version("kvpilot"),
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
+        "page_size": EngineConfig().page_size,
         "config": {**asdict(config), "out": config.out.name},
         "phases": [asdict(phase) for phase in PHASES],
         "runs": [recording.as_dict() for recording in recordings],

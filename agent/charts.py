@@ -1,0 +1,296 @@
+"""The report's charts as plotly JSON: left the static run, right the tuned one, on the same axes."""
+
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+Run = dict[str, Any]  # one entry of run.json's `runs`
+Figure = dict[str, Any]
+
+COLORS = {"static": "#51657d", "tuned": "#c8551b"}
+GHOST = "rgba(120,120,120,0.55)"  # the other run, for comparison
+LEVEL_COLORS = {"bf16": "#1d4e89", "fp32": "#1d4e89", "int8": "#4f9d9d", "fp8": "#4f9d9d", "int4": "#f2b134"}
+SMOOTH_SAMPLES = 5
+BIN_SECONDS = 3.0
+KNOB_LABELS = {
+    "kv_level": "kv_level",
+    "max_batch": "max_batch",
+    "size_factor": "size_factor",
+    "ttl_seconds": "ttl_seconds",
+}
+
+
+def make_charts(data: dict[str, Any]) -> list[Figure]:
+    """`id`, `title`, `note`, `traces` and `layout` of each chart, in reading order. `data` is run.json."""
+    page_size = data["page_size"]
+
+    def pages_as_tokens(run: Run) -> list[dict]:
+        return _stack(run, "pages", page_size, "tokens")
+
+    def bytes_as_mib(run: Run) -> list[dict]:
+        return _stack(run, "page_bytes", 2**-20, "MiB")
+
+    charts = [
+        _knob_chart(data),
+        _chart(
+            data,
+            "pool-tokens",
+            "Tokens that the pool holds, by precision",
+            "The same bytes hold 1.9 times the tokens at int8 and 3.4 times at int4. Pages are stepped down only "
+            "when memory is needed.",
+            "tokens",
+            pages_as_tokens,
+        ),
+        _chart(
+            data,
+            "pool-bytes",
+            "Pool bytes in use, by precision",
+            "Running and cached pages, scales included.",
+            "MiB",
+            bytes_as_mib,
+        ),
+        _line_chart(data, "hit-rate", "Prefix cache hit rate", f"{HIT_NOTE}", "share of tokens", _hit_rate),
+        _line_chart(data, "throughput", "Output tokens per second", SMOOTH_NOTE, "tokens/s", _throughput),
+        _line_chart(
+            data, "waiting", "Requests waiting", "Not admitted yet, for want of memory or seats.", "requests", _waiting
+        ),
+        _line_chart(data, "running", "Requests running together", "", "requests", _running),
+        _dots_chart(
+            data, "ttft", "Time to first token", "Each dot is a request, by the time it was sent; the line is the "
+            f"median over {BIN_SECONDS:g} s. Logarithmic.", "ttft_seconds"
+        ),
+        _dots_chart(
+            data, "inter-token", "Time between two tokens", "Mean over each answer. More requests together means a "
+            "slower stream for each.", "inter_token"
+        ),
+    ]  # fmt: skip
+    return [chart for chart in charts if chart["traces"]]
+
+
+SMOOTH_NOTE = f"Mean over {SMOOTH_SAMPLES} s."
+HIT_NOTE = f"Prompt tokens that need not be computed again. Mean over {SMOOTH_SAMPLES} s; gaps: nothing was looked up."
+
+
+# ---------------------------------------------------------------------- kinds of charts
+def _chart(
+    data: dict[str, Any], name: str, title: str, note: str, unit: str, traces_of: Callable[[Run], list[dict]]
+) -> Figure:
+    traces = []
+    for side, run in enumerate(data["runs"]):
+        traces += [_on(trace, side) for trace in traces_of(run)]
+    return {"id": name, "title": title, "note": note, "traces": traces, "layout": _layout(data, unit)}
+
+
+def _line_chart(
+    data: dict[str, Any],
+    name: str,
+    title: str,
+    note: str,
+    unit: str,
+    series: Callable[[Run], list[float | None]],
+) -> Figure:
+    traces = []
+    lines = [_line(run, series(run)) for run in data["runs"]]
+    for side, line in enumerate(lines):
+        others = [other for other in lines if other is not line and any(y is not None for y in other["y"])]
+        traces += [_on(_ghost(other), side) for other in others]
+        traces += [_on(line, side)] if line["x"] else []
+    layout = _layout(data, unit)
+    layout["yaxis"]["rangemode"] = "tozero"
+    return {"id": name, "title": title, "note": note, "traces": traces, "layout": layout}
+
+
+def _dots_chart(data: dict[str, Any], name: str, title: str, note: str, field: str) -> Figure:
+    traces = []
+    medians = [_binned(run, field) for run in data["runs"]]
+    for side, run in enumerate(data["runs"]):
+        color = COLORS[run["name"]]
+        dots = [(r["sent"], r[field]) for r in run["results"] if r[field]]
+        if not dots:
+            continue
+        marker = {"size": 5, "color": color, "opacity": 0.35}
+        x, y = [round(t, 2) for t, _ in dots], [round(value, 4) for _, value in dots]
+        trace = {"type": "scatter", "mode": "markers", "x": x, "y": y, "marker": marker, "name": "requests"}
+        traces += [_on(_ghost(other), side) for other in medians if other is not medians[side] and other["x"]]
+        traces += [_on(trace, side), _on(medians[side], side)]
+    layout = _layout(data, "seconds")
+    for axis in ("yaxis", "yaxis2"):
+        layout[axis] |= {"type": "log", "dtick": 1, "minor": {"showgrid": True, "gridcolor": "#f0f0ec"}}
+    return {"id": name, "title": title, "note": note, "traces": traces, "layout": layout}
+
+
+def _knob_chart(data: dict[str, Any]) -> Figure:
+    """Four rows that share the time axis."""
+    traces = []
+    layout = _layout(data, "", height=460)
+    gap, names = 0.05, list(KNOB_LABELS)
+    height = (1 - gap * (len(names) - 1)) / len(names)
+    for row, name in enumerate(names):
+        top = 1 - row * (height + gap)
+        values = [v for run in data["runs"] for v in _knob(run, name) if v is not None]
+        high = max(values, default=1.0) or 1.0
+        for side, run in enumerate(data["runs"]):
+            number = row * 2 + side + 1
+            axis = f"y{'' if number == 1 else number}"
+            line = {"shape": "hv", "color": COLORS[run["name"]], "width": 2.5}
+            trace = {
+                "type": "scatter",
+                "mode": "lines",
+                "x": _times(run),
+                "y": _knob(run, name),
+                "line": line,
+            }
+            traces.append({**trace, "name": name, "xaxis": "x" if side == 0 else "x2", "yaxis": axis})
+            layout[f"yaxis{axis[1:]}"] = {
+                "domain": [max(top - height, 0.0), top],
+                "anchor": "x" if side == 0 else "x2",
+                "title": {"text": KNOB_LABELS[name] if side == 0 else "", "font": {"size": 12}},
+                "range": [-0.08 * high, 1.12 * high],
+                "nticks": 4,
+                "gridcolor": "#e6e6e0",
+                "zeroline": False,
+            }
+    last = len(names) * 2
+    layout["xaxis"]["anchor"], layout["xaxis2"]["anchor"] = f"y{last - 1}", f"y{last}"
+    note = (
+        "Static: as the engine starts. Tuned: what the loop wrote and read back, one step at a time. Retention "
+        "(size_factor, ttl_seconds) protects the pages of idle chats; kv_level allows lower precision."
+    )
+    return {"id": "knobs", "title": "The four knobs", "note": note, "traces": traces, "layout": layout}
+
+
+# ---------------------------------------------------------------------- series
+def _times(run: Run) -> list[float]:
+    return [round(sample["t"], 2) for sample in run["samples"]]
+
+
+def _knob(run: Run, name: str) -> list[float | None]:
+    return [sample["knobs"][name] for sample in run["samples"]]
+
+
+def _recent(run: Run) -> list[list[dict]]:
+    """For each sample, it and the ones just before."""
+    samples = run["samples"]
+    return [samples[max(0, i - SMOOTH_SAMPLES + 1) : i + 1] for i in range(len(samples))]
+
+
+def _total(samples: Sequence[dict], name: str) -> float:
+    return sum(sample[name] for sample in samples)
+
+
+def _hit_rate(run: Run) -> list[float | None]:
+    totals = [(_total(part, "hit_tokens"), _total(part, "query_tokens")) for part in _recent(run)]
+    return [round(hits / queries, 4) if queries else None for hits, queries in totals]
+
+
+def _throughput(run: Run) -> list[float | None]:
+    return [round(_total(part, "generation_tokens") / _total(part, "seconds"), 2) for part in _recent(run)]
+
+
+def _waiting(run: Run) -> list[float | None]:
+    return [sample["waiting"] for sample in run["samples"]]
+
+
+def _running(run: Run) -> list[float | None]:
+    return [sample["running"] for sample in run["samples"]]
+
+
+def _line(run: Run, values: list[float | None]) -> dict:
+    line = {"color": COLORS[run["name"]], "width": 2.5}
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": _times(run),
+        "y": values,
+        "line": line,
+        "name": run["name"],
+    }
+
+
+def _binned(run: Run, field: str) -> dict:
+    bins: dict[int, list[float]] = {}
+    for result in run["results"]:
+        if result[field]:
+            bins.setdefault(int(result["sent"] // BIN_SECONDS), []).append(result[field])
+    x = [(index + 0.5) * BIN_SECONDS for index in sorted(bins)]
+    y = [round(median(bins[index]), 4) for index in sorted(bins)]
+    line = {"color": COLORS[run["name"]], "width": 2.5}
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": x,
+        "y": y,
+        "line": line,
+        "name": f"{run['name']}, median",
+    }
+
+
+def _stack(run: Run, field: str, factor: float, unit: str) -> list[dict]:
+    levels = list(dict.fromkeys(level for sample in run["samples"] for level in sample[field]))
+    levels.sort(key=list(LEVEL_COLORS).index)
+    traces = []
+    for level in levels:
+        y = [round(sample[field].get(level, 0) * factor, 2) for sample in run["samples"]]
+        style = {"fillcolor": LEVEL_COLORS[level], "line": {"width": 0}, "stackgroup": run["name"]}
+        hover = f"%{{y}} {unit} at {level}<extra></extra>"
+        trace = {"type": "scatter", "x": _times(run), "y": y, "name": level, "hovertemplate": hover, **style}
+        traces.append({**trace, "legendgroup": level, "showlegend": run["name"] == "static"})
+    return traces
+
+
+# ---------------------------------------------------------------------- placing
+def _on(trace: dict, side: int) -> dict:
+    shown = {"showlegend": False, **trace}
+    return {**shown, "xaxis": "x2", "yaxis": "y2"} if side else shown
+
+
+def _ghost(line: dict) -> dict:
+    style = {"color": GHOST, "width": 1.3, "dash": "dot"}
+    return {**line, "line": style, "hoverinfo": "skip"}
+
+
+def _layout(data: dict[str, Any], unit: str, height: int = 300) -> dict[str, Any]:
+    seconds = data["config"]["seconds_per_phase"]
+    end = max([len(data["phases"]) * seconds, *(run["seconds"] for run in data["runs"])])
+    x = {"range": [0, end], "title": {"text": "seconds"}, "gridcolor": "#eeeeea", "zeroline": False}
+    y = {"gridcolor": "#e6e6e0", "zeroline": False}
+    shapes, labels = _shading(data, seconds)
+    return {
+        "height": height,
+        "margin": {"l": 62, "r": 14, "t": 42, "b": 44},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "#ffffff",
+        "font": {"family": "system-ui, sans-serif", "size": 12, "color": "#2b2b2b"},
+        "xaxis": {**x, "domain": [0, 0.485]},
+        "xaxis2": {**x, "domain": [0.515, 1], "matches": "x"},
+        "yaxis": {**y, "title": {"text": unit}},
+        "yaxis2": {**y, "anchor": "x2", "matches": "y", "showticklabels": False},
+        "shapes": shapes,
+        "annotations": labels,
+        "legend": {"orientation": "h", "x": 1, "xanchor": "right", "y": 1.24},
+        "hovermode": "x",
+    }
+
+
+def _shading(data: dict[str, Any], seconds: float) -> tuple[list[dict], list[dict]]:
+    shapes, labels = [], []
+    for side, run in enumerate(data["runs"]):
+        axis = "x2" if side else "x"
+        for i, phase in enumerate(data["phases"]):
+            span = {"x0": i * seconds, "x1": (i + 1) * seconds, "y0": 0, "y1": 1, "yref": "paper"}
+            look = {"fillcolor": phase["color"], "line": {"width": 0}, "layer": "below"}
+            shapes.append({"type": "rect", "xref": axis, **span, **look})
+            label = {
+                "x": (i + 0.5) * seconds,
+                "y": 1,
+                "yref": "paper",
+                "yanchor": "bottom",
+                "showarrow": False,
+            }
+            font = {"size": 10, "color": "#6b6b63"}
+            labels.append({"text": phase["name"], "xref": axis, "font": font, **label})
+        title = {"x": 0.515 * side, "y": 1, "yshift": 17, "xref": "paper", "yref": "paper", "xanchor": "left"}
+        font = {"size": 13, "color": COLORS[run["name"]]}
+        text = {"text": f"<b>{run['name']}</b>", "yanchor": "bottom", "showarrow": False, "font": font}
+        labels.append({**title, **text})
+    return shapes, labels

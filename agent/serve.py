@@ -1,0 +1,72 @@
+"""`autotune serve`: a model, an engine around it, its metrics, and the two APIs. Imports torch and FastAPI."""
+
+import logging
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from prometheus_client import CollectorRegistry
+
+from kvpilot.engine.config import EngineConfig
+from kvpilot.engine.errors import ConfigError
+from kvpilot.engine.factory import build_engine
+from kvpilot.engine.model.load import load_model
+from kvpilot.engine.server.run import ServerConfig, serve
+from kvpilot.engine.server.token import resolve_token
+from kvpilot.exporter.collector import EngineCollector, metrics_source
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    admin_token_file: Path
+    model: str = "smollm2"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    admin_port: int = 8001
+    dtype: str = "auto"  # of the computation
+    threads: int | None = None  # None: what torch finds
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype={self.dtype!r} is invalid: expected one of {', '.join(DTYPES)}")
+
+    @property
+    def model_name(self) -> str:
+        """As the OpenAI API calls it: a path's last part, otherwise the name itself."""
+        return Path(self.model).name if Path(self.model).exists() else self.model
+
+
+def run_server(config: ServeConfig) -> int:
+    """Serves until SIGTERM or Ctrl-C; returns the exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    token, from_file = resolve_token(None, config.admin_token_file)
+    if from_file:
+        log.info("the admin token is in %s", config.admin_token_file)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    loaded = load_model(config.model, DTYPES[config.dtype])
+    engine = build_engine(loaded.llama, config.engine, model_name=config.model_name)
+    registry = CollectorRegistry()
+    info = {
+        "version": version("kvpilot"),
+        "torch": torch.__version__,
+        "dtype": str(loaded.llama.dtype).removeprefix("torch."),
+        "ladder": ",".join(config.engine.ladder),
+        "page_size": str(config.engine.page_size),
+        "eviction": config.engine.eviction,
+    }
+    EngineCollector(engine.snapshot, model_name=config.model_name, info=info, registry=registry)
+    server = ServerConfig(
+        model_name=config.model_name,
+        admin_token=token,
+        host=config.host,
+        port=config.port,
+        admin_port=config.admin_port,
+    )
+    return serve(engine, loaded.tokenizer, metrics_source(registry), server)
