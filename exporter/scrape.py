@@ -1,0 +1,128 @@
+"""Reads /metrics back into the snapshot it was made from."""
+
+import math
+from itertools import pairwise
+from types import TracebackType
+from typing import Self
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from kvpilot.engine.errors import KVPilotError
+from kvpilot.engine.stats import METRICS, Histogram, Series, StatsSnapshot
+from kvpilot.exporter.collector import MODEL_LABEL, PREFIX, TIME_METRIC
+
+
+class ScrapeError(KVPilotError, ValueError):
+    """The metrics cannot be had or are not what this version expects; the message names the metric."""
+
+
+class Scraper:
+    """Fetches snapshots from `url` (".../metrics"). `client` is for tests and special transports."""
+
+    def __init__(self, url: str, *, timeout_seconds: float = 5.0, client: httpx.Client | None = None) -> None:
+        self._url = url
+        self._client = client or httpx.Client(timeout=timeout_seconds)
+
+    def snapshot(self) -> StatsSnapshot:
+        """The engine's statistics now; ScrapeError if it does not answer with them."""
+        try:
+            response = self._client.get(self._url)
+        except httpx.HTTPError as error:
+            raise ScrapeError(f"{self._url}: {type(error).__name__}: {error}") from error
+        if response.status_code != 200:
+            raise ScrapeError(f"{self._url}: status {response.status_code}, expected 200")
+        content_type = response.headers.get("content-type", "none")
+        if not content_type.startswith("text/plain"):
+            raise ScrapeError(f"{self._url}: content type {content_type}, expected text/plain")
+        return parse_metrics(response.text)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def parse_metrics(text: str, *, time: float | None = None) -> StatsSnapshot:
+    """The snapshot behind an exposition text; metrics that this version does not know are ignored.
+
+    `time` in seconds replaces the engine's clock by the reader's.
+    ScrapeError names the metric that is missing, is of another kind, or has NaN or impossible values.
+    """
+    families = _families(text)
+    values: dict[Series, float] = {}
+    histograms: dict[str, Histogram] = {}
+    for name, metric in METRICS.items():
+        samples = _samples_of(families, name, metric.kind)
+        if metric.kind == "histogram":
+            histograms[name] = _histogram(name, samples)
+            continue
+        if not metric.labels and len(samples) != 1:
+            raise ScrapeError(f"{PREFIX}{name}: {len(samples)} values, expected 1")
+        for sample in samples:
+            values[name, _labels(name, sample)] = _finite(name, sample)
+    time_samples = _samples_of(families, TIME_METRIC, "gauge")
+    if len(time_samples) != 1:
+        raise ScrapeError(f"{PREFIX}{TIME_METRIC}: {len(time_samples)} values, expected 1")
+    engine_time = _finite(TIME_METRIC, time_samples[0])
+    return StatsSnapshot(time=engine_time if time is None else time, values=values, histograms=histograms)
+
+
+def _families(text: str) -> dict[str, tuple[str, list[Sample]]]:
+    """Kind and samples of our families, by name without prefix."""
+    if not text.endswith("\n"):
+        raise ScrapeError("the metrics are truncated: the last line has no end")
+    try:
+        families = list(text_string_to_metric_families(text))
+    except (ValueError, IndexError, KeyError) as error:
+        raise ScrapeError(f"the metrics are not in Prometheus' text format: {error}") from error
+    ours = [family for family in families if family.name.startswith(PREFIX)]
+    return {family.name.removeprefix(PREFIX): (family.type, family.samples) for family in ours}
+
+
+def _samples_of(families: dict[str, tuple[str, list[Sample]]], name: str, kind: str) -> list[Sample]:
+    if name not in families:
+        raise ScrapeError(f"{PREFIX}{name}: missing; is this a kvpilot engine of another version?")
+    found, samples = families[name]
+    if found != kind:
+        raise ScrapeError(f"{PREFIX}{name}: is a {found}, expected a {kind}")
+    return samples
+
+
+def _labels(name: str, sample: Sample) -> tuple[str, ...]:
+    expected = METRICS[name].labels
+    if set(sample.labels) - {MODEL_LABEL} != set(expected):
+        raise ScrapeError(f"{PREFIX}{name}: labels {sorted(sample.labels)}, expected {sorted(expected)}")
+    return tuple(sample.labels[label] for label in expected)
+
+
+def _finite(name: str, sample: Sample) -> float:
+    if not math.isfinite(sample.value):
+        raise ScrapeError(f"{PREFIX}{name}: value {sample.value}, expected a finite number")
+    return sample.value
+
+
+def _histogram(name: str, samples: list[Sample]) -> Histogram:
+    """Counts per bucket out of cumulative ones."""
+    bounds = METRICS[name].buckets
+    buckets = {float(s.labels["le"]): _finite(name, s) for s in samples if s.name.endswith("_bucket")}
+    sums = [_finite(name, s) for s in samples if s.name.endswith("_sum")]
+    counts = [_finite(name, s) for s in samples if s.name.endswith("_count")]
+    if tuple(buckets) != (*bounds, math.inf):
+        raise ScrapeError(f"{PREFIX}{name}: buckets {list(buckets)}, expected {[*bounds, math.inf]}")
+    if len(sums) != 1 or counts != [buckets[math.inf]]:
+        raise ScrapeError(
+            f"{PREFIX}{name}: count {counts} and sum {sums} do not fit {buckets[math.inf]} observations"
+        )
+    cumulative = (0.0, *buckets.values())
+    per_bucket = tuple(high - low for low, high in pairwise(cumulative))
+    if min(per_bucket) < 0:
+        raise ScrapeError(f"{PREFIX}{name}: cumulative buckets go down: {list(buckets.values())}")
+    return Histogram(bounds, per_bucket, sums[0])
