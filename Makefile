@@ -1,0 +1,47 @@
+# `make demo` and `make test` work in a fresh clone: the first target that needs .venv makes it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+STAMP := $(VENV)/.installed
+# One version, in reach of the bound in pyproject.toml: a range may pull gigabytes of CUDA libraries onto a CPU machine.
+TORCH ?= torch==2.13.0
+
+.PHONY: demo test test-all check types lint layers bench clean
+
+demo: $(STAMP)
+	$(BIN)/autotune demo
+
+test: $(STAMP)  ## fast: no model, no child processes, no peers
+	$(BIN)/pytest -m "not model and not peer and not gpu and not e2e"
+
+test-all: $(STAMP)  ## fetches the embedded model on first use
+	$(BIN)/pytest -m "not peer and not gpu"
+
+check: lint types layers test
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)  ## whatever the checkout is called: show pyright the root as <tmp>/kvpilot
+	d=$$(mktemp -d) && ln -s "$(CURDIR)" $$d/kvpilot \
+	  && $(BIN)/pyright --pythonpath $(BIN)/python --project $$d/kvpilot; status=$$?; rm -rf $$d; exit $$status
+
+layers: $(STAMP)
+	$(BIN)/lint-imports
+
+bench: $(STAMP)  ## benchmarks/README.md says what each one measures and what it needs
+	$(BIN)/python -P benchmarks/cpu_throughput.py
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -f engine/kernels/*.so
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	rm -rf $(VENV)
+
+# A half-made .venv has no stamp, so that the next call goes on where this one stopped.
+$(STAMP): pyproject.toml setup.py engine/kernels/cpu.cpp
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[serve,control,dev]'
+	touch $@
