@@ -46,7 +46,7 @@ class TorchRunner:
 
     def _sample(self, logits_NV: Tensor, requests: list[Request]) -> list[SampledToken]:
         params = [request.sampling or SamplingParams() for request in requests]
-        return sample(logits_NV, params, requests)
+        return sample(logits_NV, params, [request.num_output_tokens for request in requests])
 
 
 def _ends(batch: list[ScheduledRequest]) -> list[int]:
