@@ -33,15 +33,15 @@ def read_safetensors(directory: Path) -> Checkpoint:
     generation = _json(generation_path) if generation_path.exists() else {}
     files, shapes = _index(directory)
     try:
-        config = model_config(raw, generation, has_qkv_bias=_file_name("layers.0.q_bias") in shapes)
+        config = model_config(raw, generation, has_qkv_bias=hugging_face_name("layers.0.q_bias") in shapes)
     except ModelError as error:
         raise ModelError(f"{directory / 'config.json'}: {error}") from error
     inverse_frequencies = [name for name in shapes if name.endswith("rotary_emb.inv_freq")]
     head = [_TOP["head"]] if config.tied_embeddings else []  # some writers store the table twice
-    check_tensors(directory, config, shapes, _file_name, ignored=[*inverse_frequencies, *head])
+    check_tensors(directory, config, shapes, hugging_face_name, ignored=[*inverse_frequencies, *head])
 
     def get(name: str) -> torch.Tensor:
-        file_name = _file_name(name)
+        file_name = hugging_face_name(name)
         tensor = _open(files[file_name], lambda file: file.get_tensor(file_name))
         if not tensor.is_floating_point() or tensor.itemsize < 2:
             kind = str(tensor.dtype).removeprefix("torch.")
@@ -56,7 +56,8 @@ def read_safetensors(directory: Path) -> Checkpoint:
     return Checkpoint(path=directory, config=config, get=get, load_tokenizer=load)
 
 
-def _file_name(name: str) -> str:
+def hugging_face_name(name: str) -> str:
+    """A canonical tensor name as Hugging Face spells it."""
     if name in _TOP:
         return _TOP[name]
     _, layer, part = name.split(".")

@@ -1,7 +1,7 @@
 """Writes token_ids.json: the ids that llama.cpp gives to varied texts, the standard for our tokenizer.
 
-    pip install llama-cpp-python==0.3.36
-    python tests/model/make_token_ids.py SmolLM2-135M-Instruct.Q4_1.gguf > tests/model/token_ids.json
+pip install llama-cpp-python==0.3.36
+python tests/model/make_token_ids.py SmolLM2-135M-Instruct.Q4_1.gguf > tests/model/token_ids.json
 """
 
 import json
@@ -34,9 +34,9 @@ TEXTS = [
     "It's we're they've I'm you'll he'd 'S 'LL",
     "def f(x):\n    return x ** 2  # square\n",
     "for (int i = 0; i < 10; ++i) { a[i] += b[i]; }",
-    "<html><body class=\"x\">&nbsp;</body></html>",
+    '<html><body class="x">&nbsp;</body></html>',
     "SELECT * FROM t WHERE a >= 10 AND b IN ('x', 'y');",
-    "{\"key\": [1, 2.5, null, true], \"nested\": {\"a\": \"b\"}}",
+    '{"key": [1, 2.5, null, true], "nested": {"a": "b"}}',
     "#include <stdio.h>\r\nint main() {\r\n\treturn 0;\r\n}\r\n",
     "\u4f60\u597d\uff0c\u4e16\u754c\uff01\u4eca\u5929\u662f2024\u5e7411\u6708\u3002",
     "\u65e5\u672c\u8a9e\u306e\u30c6\u30ad\u30b9\u30c8\u3067\u3059\u3002",
