@@ -45,10 +45,10 @@ def read_gguf(path: Path) -> Checkpoint:
         shapes = {name: _shape(tensor) for name, tensor in tensors.items()}
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
-    check_tensors(path, config, shapes, _file_name, ignored=(ROPE_FACTORS,))
+    check_tensors(path, config, shapes, gguf_name, ignored=(ROPE_FACTORS,))
 
     def get(name: str) -> torch.Tensor:
-        tensor = torch.from_numpy(_values(path, tensors[_file_name(name)]))
+        tensor = torch.from_numpy(_values(path, tensors[gguf_name(name)]))
         part = name.rpartition(".")[2]
         if config.architecture == "llama" and part in ("q", "k", "q_bias", "k_bias"):
             return _half_split(tensor, config.head_dim)
@@ -67,7 +67,8 @@ def _shape(tensor: ReaderTensor) -> tuple[int, ...]:
     return tuple(int(size) for size in reversed(tensor.shape))
 
 
-def _file_name(name: str) -> str:
+def gguf_name(name: str) -> str:
+    """A canonical tensor name as GGUF spells it."""
     if name in _TOP:
         return f"{_TOP[name]}.weight"
     _, layer, part = name.split(".")

@@ -78,7 +78,8 @@ def _index(directory: Path) -> tuple[dict[str, Path], dict[str, tuple[int, ...]]
     shapes: dict[str, tuple[int, ...]] = {}
     for path in paths:
         found = _open(
-            path, lambda file: {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            path,
+            lambda file: {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()},  # noqa: SIM118
         )
         files |= dict.fromkeys(found, path)
         shapes |= found
