@@ -61,30 +61,34 @@ def _draw(logits_NV: Tensor, params: list[SamplingParams], uniforms: list[float]
 
 
 def _draw_filtered(weights_NV: Tensor, params: list[SamplingParams], uniform_N: Tensor) -> list[int]:
-    total_N = weights_NV.sum(-1, dtype=torch.float64)
-    top_NK, ids_NK = weights_NV.topk(min(CANDIDATES, weights_NV.shape[-1]))
-    tokens, enough = _draw_sorted(top_NK, ids_NK, total_N, params, uniform_N)
+    total_N, vocab = weights_NV.sum(-1, dtype=torch.float64), weights_NV.shape[-1]
+    top_NK, ids_NK = weights_NV.topk(min(CANDIDATES, vocab))
+    tokens, enough = _draw_sorted(top_NK, ids_NK, total_N, vocab, params, uniform_N)
     for i in (~enough).nonzero().flatten().tolist():  # a flat distribution or a large top_k
         row = slice(i, i + 1)
         top, ids = weights_NV[row].sort(dim=-1, descending=True, stable=True)
-        tokens[row], _ = _draw_sorted(top, ids, total_N[row], params[row], uniform_N[row])
+        tokens[row], _ = _draw_sorted(top, ids, total_N[row], vocab, params[row], uniform_N[row])
     return tokens.tolist()
 
 
 def _draw_sorted(
-    top_NK: Tensor, ids_NK: Tensor, total_N: Tensor, params: list[SamplingParams], uniform_N: Tensor
+    top_NK: Tensor,
+    ids_NK: Tensor,
+    total_N: Tensor,
+    vocab: int,
+    params: list[SamplingParams],
+    uniform_N: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Draws from the K heaviest tokens, heaviest first; also whether they hold all that the filters keep."""
     num_candidates = top_NK.shape[-1]
-    vocab = torch.iinfo(torch.int64).max
-    top_k_N = torch.tensor([p.top_k or vocab for p in params], device=top_NK.device)
+    top_k_N = torch.tensor([min(p.top_k or vocab, vocab) for p in params], device=top_NK.device)
     top_p_N = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=top_NK.device)
     ranks_K = torch.arange(num_candidates, device=top_NK.device)
     kept_NK = top_NK.double() * (ranks_K < top_k_N[:, None])
     sums_NK = kept_NK.cumsum(-1)
     mass_N = torch.where(top_k_N <= num_candidates, sums_NK[:, -1], total_N)
     limit_N = top_p_N * mass_N
-    enough_N = (top_k_N <= num_candidates) | ((top_p_N < 1) & (sums_NK[:, -1] >= limit_N))
+    enough_N = (top_k_N <= num_candidates) | ((top_k_N == vocab) & (sums_NK[:, -1] >= limit_N))
     # The nucleus ends with the token that reaches top_p: kept if what comes before falls short of it
     before_NK = sums_NK - kept_NK
     nucleus_NK = torch.where(before_NK < limit_N[:, None], kept_NK, 0.0).cumsum(-1)
