@@ -11,7 +11,7 @@ from kvpilot.engine.kernels.torch_ops import RopeTables
 _library = load_library()
 _kernels = CPUKernels(_library) if _library is not None else torch_ops
 
-IMPLEMENTATION: str = _library.__name__.rpartition("_")[2] if _library is not None else "torch"
+IMPLEMENTATION: str = _library.__spec__.name.rpartition("_")[2] if _library is not None else "torch"
 """Which code runs: "v4" or "v3" (x86-64 levels), "any" (another machine), or "torch"."""
 
 add_rms_norm = _kernels.add_rms_norm

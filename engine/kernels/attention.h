@@ -14,6 +14,11 @@ namespace kv {
 constexpr int kMaxDim = 256, kMaxPage = 256, kMaxGroup = 16, kTile = 4;  // kTile queries share each load
 constexpr float kMasked = -1e30f;
 
+// Caches are told of the next block while this one is computed: row by row, or the loads would queue behind it.
+KV_INLINE void prefetch(const uint8_t* p, int64_t num_bytes) {
+    for (int64_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(p + i);
+}
+
 // Running softmax of the queries that share a kv head.
 struct Softmax {
     float top[kMaxGroup], mass[kMaxGroup];  // largest score, sum of exp2(score - top)
@@ -23,13 +28,15 @@ struct Softmax {
 
 // s[g][t] = q[g] . k[t] for a tile of G queries. D is the head_dim if known at compile time, else 0.
 template <class C, int W, int D, int G>
-void scores(const uint8_t* k, int num_tokens, const float* q, int head_dim, float* s, int s_stride) {
+void scores(const uint8_t* k, const uint8_t* next_k, int num_tokens, const float* q, int head_dim, float* s,
+            int s_stride) {
     const int dim = D ? D : head_dim, half_dim = dim / 2;
     const int64_t row_bytes = C::row_bytes(dim);
     for (int t0 = 0; t0 < num_tokens; t0 += W) {
         F<W> rows[G][W];
         const int count = std::min(W, num_tokens - t0);
         for (int t = 0; t < count; t++) {
+            prefetch(next_k + (t0 + t) * row_bytes, row_bytes);
             F<W> acc[G] = {};
             for (int j = 0; j < half_dim; j += W) {
                 F<W> a, b;
@@ -49,7 +56,7 @@ void scores(const uint8_t* k, int num_tokens, const float* q, int head_dim, floa
 
 // out[g] = out[g] * keep[g] + sum over t of p[g][t] * v[t] for a tile of G queries.
 template <class C, int W, int D, int G>
-void weigh(const uint8_t* v, int num_tokens, const float* p, int p_stride, const float* keep, int head_dim,
+void weigh(const uint8_t* v, const uint8_t* next_v, int num_tokens, const float* p, int p_stride, const float* keep, int head_dim,
            float* out) {
     const int dim = D ? D : head_dim, half_dim = dim / 2;
     const int64_t row_bytes = C::row_bytes(dim);
@@ -60,6 +67,7 @@ void weigh(const uint8_t* v, int num_tokens, const float* p, int p_stride, const
             upper[g] = load<W>(out + g * dim + half_dim + j) * keep[g];
         }
         for (int t = 0; t < num_tokens; t++) {
+            if (j == 0) prefetch(next_v + t * row_bytes, row_bytes);
             F<W> a, b;
             C::template load_pair<W>(v + t * row_bytes, j, half_dim, a, b);
             for (int g = 0; g < G; g++) {
@@ -74,8 +82,24 @@ void weigh(const uint8_t* v, int num_tokens, const float* p, int p_stride, const
     }
 }
 
+// Scales of `num_tokens` tokens as floats, zero up to the next multiple of W.
 template <int W> KV_INLINE void load_scales(const half* from, int num_tokens, float unit, float* to) {
-    for (int t = 0; t < num_tokens; t++) to[t] = to_float(from[t]) * unit;
+    int t = 0;
+    for (; t + W <= num_tokens; t += W) store<W>(to + t, load<W>(from + t) * unit);
+    if (t == num_tokens) return;
+    store<W>(to + t, F<W>{});
+    for (; t < num_tokens; t++) to[t] = to_float(from[t]) * unit;
+}
+
+// row *= factors; num_tokens is rounded up to a multiple of W, as in `load_scales`.
+template <int W> KV_INLINE void multiply(float* row, const float* factors, int num_tokens) {
+    for (int t = 0; t < num_tokens; t += W) store<W>(row + t, load<W>(row + t) * load<W>(factors + t));
+}
+
+template <int W> KV_INLINE float dot(const float* a, const float* b, int num_tokens) {
+    F<W> total{};
+    for (int t = 0; t < num_tokens; t += W) total += load<W>(a + t) * load<W>(b + t);
+    return sum<W>(total);
 }
 
 // Queries times the K channel scales of an int4 page; `bias` gets their product with the channel mins.
@@ -111,7 +135,7 @@ template <int W> float advance(float* s, int num_tokens, float& top, float& mass
 }
 
 template <class C, int W, int D>
-void attend_page(const HeadPage& page, int num_tokens, const float* q, int group, const Layout& layout,
+void attend_page(const HeadPage& page, const HeadPage& next, int num_tokens, const float* q, int group, const Layout& layout,
                  Softmax& state) {
     const int dim = D ? D : int(layout.head_dim), stride = kMaxPage;
     const int padded = (num_tokens + W - 1) / W * W;
@@ -133,38 +157,31 @@ void attend_page(const HeadPage& page, int num_tokens, const float* q, int group
         const float* tile_q = q + g * dim;
         float* tile_s = s + g * stride;
         switch (std::min(kTile, group - g)) {
-            case 1: scores<C, W, D, 1>(page.k, num_tokens, tile_q, dim, tile_s, stride); break;
-            case 2: scores<C, W, D, 2>(page.k, num_tokens, tile_q, dim, tile_s, stride); break;
-            case 3: scores<C, W, D, 3>(page.k, num_tokens, tile_q, dim, tile_s, stride); break;
-            default: scores<C, W, D, 4>(page.k, num_tokens, tile_q, dim, tile_s, stride);
+            case 1: scores<C, W, D, 1>(page.k, next.k, num_tokens, tile_q, dim, tile_s, stride); break;
+            case 2: scores<C, W, D, 2>(page.k, next.k, num_tokens, tile_q, dim, tile_s, stride); break;
+            case 3: scores<C, W, D, 3>(page.k, next.k, num_tokens, tile_q, dim, tile_s, stride); break;
+            default: scores<C, W, D, 4>(page.k, next.k, num_tokens, tile_q, dim, tile_s, stride);
         }
     }
     for (int g = 0; g < group; g++) {
         float* row = s + g * stride;
-        if constexpr (C::has_row_scales)
-            for (int t = 0; t < num_tokens; t++) row[t] *= k_scales[t];
+        if constexpr (C::has_row_scales) multiply<W>(row, k_scales, num_tokens);
         if constexpr (C::kind == kInt4)
-            for (int t = 0; t < num_tokens; t++) row[t] += bias[g];
+            for (int t = 0; t < num_tokens; t += W) store<W>(row + t, load<W>(row + t) + bias[g]);
         for (int t = num_tokens; t < padded; t++) row[t] = kMasked;
         keep[g] = advance<W>(row, num_tokens, state.top[g], state.mass[g]);
-        if constexpr (C::kind == kInt4) {
-            float shift = 0;
-            for (int t = 0; t < num_tokens; t++) shift += row[t] * v_mins[t];
-            state.shift[g] = state.shift[g] * keep[g] + shift;
-        } else {
-            state.shift[g] *= keep[g];
-        }
-        if constexpr (C::has_row_scales || C::kind == kInt4)
-            for (int t = 0; t < num_tokens; t++) row[t] *= v_scales[t];
+        state.shift[g] *= keep[g];
+        if constexpr (C::kind == kInt4) state.shift[g] += dot<W>(row, v_mins, num_tokens);
+        if constexpr (C::has_row_scales || C::kind == kInt4) multiply<W>(row, v_scales, num_tokens);
     }
     for (int g = 0; g < group; g += kTile) {
         const float* tile_p = s + g * stride;
         float* tile_out = state.out + g * dim;
         switch (std::min(kTile, group - g)) {
-            case 1: weigh<C, W, D, 1>(page.v, num_tokens, tile_p, stride, keep + g, dim, tile_out); break;
-            case 2: weigh<C, W, D, 2>(page.v, num_tokens, tile_p, stride, keep + g, dim, tile_out); break;
-            case 3: weigh<C, W, D, 3>(page.v, num_tokens, tile_p, stride, keep + g, dim, tile_out); break;
-            default: weigh<C, W, D, 4>(page.v, num_tokens, tile_p, stride, keep + g, dim, tile_out);
+            case 1: weigh<C, W, D, 1>(page.v, next.v, num_tokens, tile_p, stride, keep + g, dim, tile_out); break;
+            case 2: weigh<C, W, D, 2>(page.v, next.v, num_tokens, tile_p, stride, keep + g, dim, tile_out); break;
+            case 3: weigh<C, W, D, 3>(page.v, next.v, num_tokens, tile_p, stride, keep + g, dim, tile_out); break;
+            default: weigh<C, W, D, 4>(page.v, next.v, num_tokens, tile_p, stride, keep + g, dim, tile_out);
         }
     }
 }
@@ -206,7 +223,23 @@ template <class T> struct DecodeCall {
         }
     }
 
-    void attend(const Work& work, int64_t head, Softmax& state) const {
+    // A block to be read soon; its scales are fetched at once.
+    HeadPage next_block(const PageCells& page, int64_t head) const {
+        HeadPage next;
+        with_codec(layout.kinds[page.level], [&](auto codec) {
+            using C = decltype(codec);
+            next = HeadPage::at<C>(pool, page, layout, layer, head);
+            if constexpr (C::has_row_scales) {
+                prefetch((const uint8_t*)next.k_scales, 2 * layout.page_size);
+                prefetch((const uint8_t*)next.v_scales, 2 * layout.page_size);
+            }
+            if constexpr (C::kind == kInt4) prefetch(next.record, layout.record_bytes());
+        });
+        return next;
+    }
+
+    // `after` is what this thread is likely to read next.
+    void attend(const Work& work, int64_t head, const HeadPage& after, Softmax& state) const {
         const int dim = int(layout.head_dim), count = group() * dim;
         alignas(64) float query[kMaxGroup * kMaxDim];
         const T* from = queries(work.sequence, head);
@@ -223,9 +256,10 @@ template <class T> struct DecodeCall {
             with_codec(layout.kinds[pages[i].level], [&](auto codec) {
                 using C = decltype(codec);
                 const HeadPage page = HeadPage::at<C>(pool, pages[i], layout, layer, head);
-                if (dim == 64) attend_page<C, kWidth, 64>(page, tokens, query, group(), layout, state);
-                else if (dim == 128) attend_page<C, kWidth, 128>(page, tokens, query, group(), layout, state);
-                else attend_page<C, 8, 0>(page, tokens, query, group(), layout, state);
+                const HeadPage next = i + 1 < work.end_page ? next_block(pages[i + 1], head) : after;
+                if (dim == 64) attend_page<C, kWidth, 64>(page, next, tokens, query, group(), layout, state);
+                else if (dim == 128) attend_page<C, kWidth, 128>(page, next, tokens, query, group(), layout, state);
+                else attend_page<C, 8, 0>(page, next, tokens, query, group(), layout, state);
             });
         }
     }
@@ -272,11 +306,13 @@ template <class T> struct DecodeCall {
 #pragma omp for schedule(dynamic, 1)
             for (int64_t i = 0; i < count; i++) {
                 const Work& piece = work[i / heads];
+                const int64_t next = std::min(i + num_threads, count - 1);
+                const HeadPage after = next_block(pages[work[next / heads].first_page], next % heads);
                 if (piece.num_parts > 1) {
-                    attend(piece, i % heads, states[i]);
+                    attend(piece, i % heads, after, states[i]);
                 } else {
                     Softmax state;
-                    attend(piece, i % heads, state);
+                    attend(piece, i % heads, after, state);
                     write(state, piece.sequence, i % heads);
                 }
             }

@@ -53,6 +53,15 @@ template <class T> void silu_mul(const T* gate_up, T* out, int64_t tokens, int64
     }
 }
 
+// Butterflies between lanes that differ in one bit: H, H / 2, .. 1.
+template <int W, int H = W / 2> KV_INLINE F<W> hadamard_lanes(F<W> x) {
+    F<W> sign;
+    for (int lane = 0; lane < W; lane++) sign[lane] = lane & H ? -1.0f : 1.0f;
+    x = x * sign + exchange<W, H>(x);
+    if constexpr (H > 1) return hadamard_lanes<W, H / 2>(x);
+    else return x;
+}
+
 // x * H / sqrt(dim) for a power of two `dim` >= W.
 template <int W> void hadamard(float* x, int dim) {
     for (int h = W; h < dim; h *= 2)
@@ -63,19 +72,7 @@ template <int W> void hadamard(float* x, int dim) {
                 store<W>(x + j + h, a - b);
             }
     const float norm = 1.0f / std::sqrt(float(dim));
-    for (int i = 0; i < dim; i += W) {
-        F<W> y = load<W>(x + i) * norm;
-        for (int h = 1; h < W; h *= 2) {
-            I<W> other;
-            F<W> sign;
-            for (int lane = 0; lane < W; lane++) {
-                other[lane] = lane ^ h;
-                sign[lane] = lane & h ? -1.0f : 1.0f;
-            }
-            y = y * sign + __builtin_shuffle(y, other);
-        }
-        store<W>(x + i, y);
-    }
+    for (int i = 0; i < dim; i += W) store<W>(x + i, hadamard_lanes<W>(load<W>(x + i) * norm));
 }
 
 template <class T, class S> struct WriteCall {

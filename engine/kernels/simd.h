@@ -149,16 +149,23 @@ template <int W> KV_INLINE void store(bf16* p, F<W> x) {
 
 template <int W> KV_INLINE F<W> max(F<W> a, F<W> b) { return a > b ? a : b; }
 
-template <int W> KV_INLINE float sum(F<W> x) {
-    float total = 0;
-    for (int i = 0; i < W; i++) total += x[i];
-    return total;
+// Lane i of x moved to lane i ^ H.
+template <int W, int H> KV_INLINE F<W> exchange(F<W> x) {
+    I<W> other;
+    for (int i = 0; i < W; i++) other[i] = i ^ H;
+    return __builtin_shuffle(x, other);
 }
 
-template <int W> KV_INLINE float max_of(F<W> x) {
-    float most = x[0];
-    for (int i = 1; i < W; i++) most = x[i] > most ? x[i] : most;
-    return most;
+template <int W, int H = W / 2> KV_INLINE float sum(F<W> x) {
+    x += exchange<W, H>(x);
+    if constexpr (H > 1) return sum<W, H / 2>(x);
+    else return x[0];
+}
+
+template <int W, int H = W / 2> KV_INLINE float max_of(F<W> x) {
+    x = max<W>(x, exchange<W, H>(x));
+    if constexpr (H > 1) return max_of<W, H / 2>(x);
+    else return x[0];
 }
 
 // 2^x for x <= 127, relative error below 2e-7; what is below 2^-126 becomes 2^-126. NaN gives garbage.

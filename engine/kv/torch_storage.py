@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,7 +40,7 @@ class TorchStorage:
                 f"{self.codecs[0].payload_bytes} bytes"
             )
         self.layout = page_layout(shape, tuple(ladder))  # for native code
-        self.pool: Tensor = torch.empty(pool_bytes, dtype=torch.uint8, device=device)
+        self.pool: Tensor = _allocate(pool_bytes, torch.device(device))
 
     def convert(self, conversions: list[Conversion]) -> None:
         """Re-encodes pages, in order. NonFiniteError stops at the first refused page: earlier ones are done,
@@ -76,3 +77,12 @@ class TorchStorage:
             self.pool.narrow(0, payload, codec.payload_bytes),
             self.pool.narrow(0, max(scales, 0), codec.scale_bytes),
         )
+
+
+def _allocate(num_bytes: int, device: torch.device) -> Tensor:
+    """Uninitialised bytes from a multiple of 64. On a CPU numpy allocates: it asks for huge pages, without
+    which attention over many pages spends much of its time on address translation."""
+    if device.type != "cpu":
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    padded = torch.from_numpy(np.empty(num_bytes + 63, dtype=np.uint8))
+    return padded[-padded.data_ptr() % 64 :][:num_bytes]
