@@ -1,6 +1,7 @@
 """The report's charts as plotly JSON: left the static run, right the tuned one, on the same axes."""
 
 from collections.abc import Callable, Sequence
+from math import log10
 from statistics import median
 from typing import Any
 
@@ -27,6 +28,10 @@ def make_charts(data: dict[str, Any]) -> list[Figure]:
     def pages_as_tokens(run: Run) -> list[dict]:
         return _stack(run, "pages", page_size, "tokens")
 
+    def capacity(run: Run) -> str:
+        full = [next(iter(s["capacity_tokens"].values()), 0) for s in run["samples"]]
+        return f" In full precision it holds {max(full):g}." if full else ""
+
     def bytes_as_mib(run: Run) -> list[dict]:
         return _stack(run, "page_bytes", 2**-20, "MiB")
 
@@ -37,7 +42,7 @@ def make_charts(data: dict[str, Any]) -> list[Figure]:
             "pool-tokens",
             "Tokens that the pool holds, by precision",
             "The same bytes hold 1.9 times the tokens at int8 and 3.4 times at int4. Pages are stepped down only "
-            "when memory is needed.",
+            f"when memory is needed.{capacity(data['runs'][0])}",
             "tokens",
             pages_as_tokens,
         ),
@@ -78,7 +83,12 @@ def _chart(
     traces = []
     for side, run in enumerate(data["runs"]):
         traces += [_on(trace, side) for trace in traces_of(run)]
-    return {"id": name, "title": title, "note": note, "traces": traces, "layout": _layout(data, unit)}
+    tops = [
+        sum(values) for run in data["runs"] for values in zip(*(t["y"] for t in traces_of(run)), strict=True)
+    ]
+    layout = _layout(data, unit)
+    _set_range(layout, [0.0, max(tops, default=1.0) * 1.08])
+    return {"id": name, "title": title, "note": note, "traces": traces, "layout": layout}
 
 
 def _line_chart(
@@ -96,7 +106,8 @@ def _line_chart(
         traces += [_on(_ghost(other), side) for other in others]
         traces += [_on(line, side)] if line["x"] else []
     layout = _layout(data, unit)
-    layout["yaxis"]["rangemode"] = "tozero"
+    top = max((y for line in lines for y in line["y"] if y is not None), default=1.0)
+    _set_range(layout, [0.0, top * 1.08 or 1.0])
     return {"id": name, "title": title, "note": note, "traces": traces, "layout": layout}
 
 
@@ -114,8 +125,10 @@ def _dots_chart(data: dict[str, Any], name: str, title: str, note: str, field: s
         traces += [_on(_ghost(other), side) for other in medians if other is not medians[side] and other["x"]]
         traces += [_on(trace, side), _on(medians[side], side)]
     layout = _layout(data, "seconds")
+    values = [r[field] for run in data["runs"] for r in run["results"] if r[field]] or [1.0]
+    _set_range(layout, [log10(min(values)) - 0.1, log10(max(values)) + 0.1])
     for axis in ("yaxis", "yaxis2"):
-        layout[axis] |= {"type": "log", "dtick": 1, "minor": {"showgrid": True, "gridcolor": "#f0f0ec"}}
+        layout[axis] |= {"type": "log", "dtick": "D2"}
     return {"id": name, "title": title, "note": note, "traces": traces, "layout": layout}
 
 
@@ -123,6 +136,7 @@ def _knob_chart(data: dict[str, Any]) -> Figure:
     """Four rows that share the time axis."""
     traces = []
     layout = _layout(data, "", height=460)
+    layout["showlegend"] = False
     gap, names = 0.05, list(KNOB_LABELS)
     height = (1 - gap * (len(names) - 1)) / len(names)
     for row, name in enumerate(names):
@@ -264,12 +278,18 @@ def _layout(data: dict[str, Any], unit: str, height: int = 300) -> dict[str, Any
         "xaxis": {**x, "domain": [0, 0.485]},
         "xaxis2": {**x, "domain": [0.515, 1], "matches": "x"},
         "yaxis": {**y, "title": {"text": unit}},
-        "yaxis2": {**y, "anchor": "x2", "matches": "y", "showticklabels": False},
+        "yaxis2": {**y, "anchor": "x2", "showticklabels": False},
         "shapes": shapes,
         "annotations": labels,
         "legend": {"orientation": "h", "x": 1, "xanchor": "right", "y": 1.24},
         "hovermode": "x",
     }
+
+
+def _set_range(layout: dict[str, Any], span: list[float]) -> None:
+    """The same on both sides."""
+    for axis in ("yaxis", "yaxis2"):
+        layout[axis]["range"] = span
 
 
 def _shading(data: dict[str, Any], seconds: float) -> tuple[list[dict], list[dict]]:

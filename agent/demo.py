@@ -175,7 +175,14 @@ async def _watch(recording: Recording, server: ServerProcess, table: LiveTable) 
 
 
 def _write(config: DemoConfig, recordings: list[Recording], problem: str | None) -> Path:
-    data = {
+    data = report_data(config, recordings, problem)
+    (config.out / "run.json").write_text(json.dumps(data, indent=1), encoding="utf-8")
+    return write_report(data, config.out / "report.html")
+
+
+def report_data(config: DemoConfig, recordings: list[Recording], problem: str | None) -> dict[str, object]:
+    """What run.json holds, and all that the report is made from."""
+    return {
         "problem": problem,
         "version": version("kvpilot"),
         "date": time.strftime("%Y-%m-%d %H:%M"),
@@ -185,5 +192,3 @@ def _write(config: DemoConfig, recordings: list[Recording], problem: str | None)
         "phases": [asdict(phase) for phase in PHASES],
         "runs": [recording.as_dict() for recording in recordings],
     }
-    (config.out / "run.json").write_text(json.dumps(data, indent=1), encoding="utf-8")
-    return write_report(data, config.out / "report.html")

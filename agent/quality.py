@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
+from rich.table import Table
+from torch import Tensor
+
 from kvpilot.agent.corpus import read_texts
 from kvpilot.agent.teacher_forcing import EXACT, PagedWindows, Recipe
 from kvpilot.engine.errors import ConfigError
 from kvpilot.engine.model.load import LoadedModel
-from rich.table import Table
-from torch import Tensor
 
 WINDOW_TOKENS = 2048
 SKIPPED_TOKENS = 64  # of a window: the first tokens see no page at the lowest level, only the sink

@@ -70,6 +70,7 @@ def _sample(window: StatsWindow, now: float) -> dict[str, object]:
         "page_bytes": _by_level(window.end, "page_bytes"),
         "pool_bytes": values.get(("pool_bytes", ())),
         "free_bytes": values.get(("pool_free_bytes", ())),
+        "capacity_tokens": {k[1][0]: v for k, v in values.items() if k[0] == "pool_capacity_tokens"},
         "knobs": {name: values.get(("knob", (name,))) for name in KNOB_NAMES},
     }
 

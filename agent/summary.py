@@ -8,7 +8,7 @@ Run = dict[str, Any]
 
 
 class Row(NamedTuple):
-    """`better` is "lower", "higher" or "" (neither); `verdict` is good, bad or even, for the ratio."""
+    """`ratio` is tuned/static; `verdict` says whether that is good, bad or even."""
 
     label: str
     static: str
@@ -93,18 +93,19 @@ def _rows(data: dict[str, Any], start: float, end: float) -> list[Row]:
     for run in data["runs"]:
         results = [r for r in run["results"] if start <= r["sent"] < end]
         samples = [s for s in run["samples"] if start <= s["t"] < end]
-        values.append([metric.value(results, samples) if samples else None for metric in METRICS])
+        values.append([metric.value(results, samples) if samples or results else None for metric in METRICS])
     return [_row(metric, *pair) for metric, *pair in zip(METRICS, *values, strict=True)]
 
 
 def _row(metric: _Metric, static: float | None, tuned: float | None) -> Row:
-    shown = ["-" if value is None else metric.form.format(value) for value in (static, tuned)]
+    left, right = ("-" if value is None else metric.form.format(value) for value in (static, tuned))
     if static is None or tuned is None or static <= 0:
-        return Row(metric.label, *shown, "", "even")
+        return Row(metric.label, left, right, "", "even")
     ratio = tuned / static
     better = ratio < 0.95 if metric.better == "lower" else ratio > 1.05
     worse = ratio > 1.05 if metric.better == "lower" else ratio < 0.95
-    return Row(metric.label, *shown, f"{ratio:.2f}", "good" if better else "bad" if worse else "even")
+    verdict = "good" if better else "bad" if worse else "even"
+    return Row(metric.label, left, right, f"{ratio:.2f}", verdict)
 
 
 def accounts(run: Run) -> str:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from math import ceil
 
 import torch
+from torch import Tensor
+
 from kvpilot.engine.attention import PagedAttention, rope_tables
 from kvpilot.engine.errors import ConfigError
 from kvpilot.engine.kernels.torch_ops import cache_basis
@@ -16,7 +18,6 @@ from kvpilot.engine.kv.pool import KVPool, Page
 from kvpilot.engine.kv.torch_storage import TorchStorage
 from kvpilot.engine.model.load import LoadedModel
 from kvpilot.engine.request import Request, ScheduledRequest
-from torch import Tensor
 
 EXACT = "fp32"  # of open pages, and of the cache compared with
 LADDERS = {EXACT: (EXACT,), "int8": (EXACT, "int8"), "fp8": (EXACT, "fp8"), "int4": (EXACT, "int8", "int4")}

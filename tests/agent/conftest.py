@@ -46,6 +46,9 @@ class FakeEngine:
         self.apply_then_fail = False
         self.delay_seconds = 0.0
         self.patches: list[dict] = []
+        self.chats: list[dict] = []  # bodies of the chat requests
+        self.refuse = 0  # so many chat requests get 429 first
+        self.break_stream = False
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         threading.Thread(
@@ -69,6 +72,15 @@ class FakeEngine:
         snapshot = self.recorder.snapshot(self.now(), self.gauges)
         EngineCollector(lambda: snapshot, model_name="fake", info={}, registry=registry)
         return generate_latest(registry).decode()
+
+    def chat_events(self, body: dict) -> list[str]:
+        words = [f"w{i} " for i in range(body["max_tokens"])]
+        deltas = [{"choices": [{"delta": {"content": word}}]} for word in words]
+        if self.break_stream:
+            return [json.dumps(delta) for delta in deltas[:2]]
+        details = {"cached_tokens": 32}
+        usage = {"completion_tokens": len(words), "prompt_tokens": 40, "prompt_tokens_details": details}
+        return [*map(json.dumps, [*deltas, {"choices": [], "usage": usage}]), "[DONE]"]
 
     def stop(self) -> None:
         self.server.shutdown()
@@ -111,7 +123,7 @@ class FakeEngine:
         engine = self
 
         class Handler(BaseHTTPRequestHandler):
-            def log_message(self, *args) -> None:
+            def log_message(self, format: str, *args: object) -> None:
                 pass
 
             def answer(self, status: int, body: object) -> None:
@@ -135,6 +147,21 @@ class FakeEngine:
                 if self.headers.get("Authorization") != f"Bearer {TOKEN}":
                     return self.answer(401, {"error": "unauthorized"})
                 return self.answer(*engine.get_knobs())
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                engine.chats.append(body)
+                if engine.refuse:
+                    engine.refuse -= 1
+                    self.send_response(429)
+                    self.send_header("Retry-After", "0")
+                    self.send_header("Content-Length", "0")
+                    self.end_headers()
+                    return
+                self.send_response(200)
+                self.end_headers()
+                for event in engine.chat_events(body):
+                    self.wfile.write(f"data: {event}\n\n".encode())
 
             def do_PATCH(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

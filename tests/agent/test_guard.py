@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -55,10 +56,9 @@ def test_a_good_observation_is_let_through():
 
 @pytest.mark.parametrize("name", REQUIRED)
 def test_a_missing_or_non_finite_signal_holds(name):
-    assert held(**{name: None}) == {Reason.MISSING}
-    assert held(**{name: math.nan}) == {Reason.NOT_FINITE}
-    assert held(**{name: math.inf}) == {Reason.NOT_FINITE}
-    assert held(**{name: -1.0}) == {Reason.NOT_FINITE}
+    for value in (None, math.nan, math.inf, -1.0):
+        signal: dict[str, Any] = {name: value}
+        assert held(**signal) == {Reason.MISSING if value is None else Reason.NOT_FINITE}
 
 
 def test_stale_reset_early_and_frozen_observations_hold():

@@ -74,4 +74,5 @@ def test_wishes_are_always_within_bounds(observations, batch):
     policy = ThresholdPolicy()
     for observation in observations:
         for name, value in policy.propose(observation, knobs(max_batch=batch), BOUNDS).knobs.items():
+            assert isinstance(value, int | float)
             assert BOUNDS[name].low <= value <= BOUNDS[name].high
