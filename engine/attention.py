@@ -122,9 +122,7 @@ class PagedAttention:
     def _prefill(self, layer: int, q_THD: Tensor, chunk: PrefillChunk) -> Tensor:
         """Past tokens without a mask, the chunk itself causal; both as stored, so that the result does not
         depend on where chunks begin."""
-        k_HSD, v_HSD = kernels.gather_pages(
-            self._storage, layer, chunk.cells, chunk.num_tokens, self._dtype
-        )
+        k_HSD, v_HSD = kernels.gather_pages(self._storage, layer, chunk.cells, chunk.num_tokens, self._dtype)
         q_HTD = q_THD.transpose(0, 1)
         start = chunk.start
         out, lse = _flash(q_HTD, k_HSD[:, start:], v_HSD[:, start:], causal=True)

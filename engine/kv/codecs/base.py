@@ -7,9 +7,10 @@ scales are contiguous over layers.
 
 from abc import ABC, abstractmethod
 
+from torch import Tensor
+
 from kvpilot.engine.errors import KVPilotError
 from kvpilot.engine.kv.formats import PageShape, payload_bytes, scale_bytes
-from torch import Tensor
 
 
 class NonFiniteError(KVPilotError):

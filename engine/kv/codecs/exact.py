@@ -1,8 +1,9 @@
 """The unquantized precisions; one of them is level 0 of every ladder."""
 
 import torch
-from kvpilot.engine.kv.codecs.base import Codec, NonFiniteError
 from torch import Tensor
+
+from kvpilot.engine.kv.codecs.base import Codec, NonFiniteError
 
 
 class ExactCodec(Codec):

@@ -1,8 +1,9 @@
 """fp8 e4m3, for comparison: the size of int8 with a coarser mantissa."""
 
 import torch
-from kvpilot.engine.kv.codecs.scaled import ScaledByteCodec
 from torch import Tensor
+
+from kvpilot.engine.kv.codecs.scaled import ScaledByteCodec
 
 
 class FP8Codec(ScaledByteCodec):

@@ -1,9 +1,10 @@
 """int4 for sealed pages: K asymmetric per channel over the page, V asymmetric per (token, head)."""
 
 import torch
+from torch import Tensor
+
 from kvpilot.engine.kv.codecs.base import Codec, NonFiniteError
 from kvpilot.engine.kv.formats import Int4Record
-from torch import Tensor
 
 LARGEST_CODE = 15
 TINY = torch.finfo(torch.float32).tiny

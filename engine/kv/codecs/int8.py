@@ -1,8 +1,9 @@
 """int8, symmetric."""
 
 import torch
-from kvpilot.engine.kv.codecs.scaled import ScaledByteCodec
 from torch import Tensor
+
+from kvpilot.engine.kv.codecs.scaled import ScaledByteCodec
 
 
 class Int8Codec(ScaledByteCodec):

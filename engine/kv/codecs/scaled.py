@@ -3,8 +3,9 @@
 from abc import abstractmethod
 
 import torch
-from kvpilot.engine.kv.codecs.base import Codec, NonFiniteError
 from torch import Tensor
+
+from kvpilot.engine.kv.codecs.base import Codec, NonFiniteError
 
 
 class ScaledByteCodec(Codec):
