@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections import Counter
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -71,8 +72,7 @@ def _refuse_constant(name: str) -> None:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
+        repeated = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise ValueError(f"field {repeated[:80]!r} is given twice")
     return value
 

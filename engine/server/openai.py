@@ -3,8 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
-from functools import partial
-from typing import cast
+from typing import TypeVar, cast
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -20,8 +19,10 @@ from kvpilot.engine.server.schemas import ChatBody, CompletionBody, GenerationFi
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's defaults
 TEMPERATURE = 1.0
-SHORT_BODY_BYTES = 4096  # tokenized at once; longer ones on a thread, so that streams go on
+SPECIAL_TOKEN_BYTES = 64  # more than any special token is spelt with
+SHORT_BODY_BYTES = 4096  # read and tokenized at once; longer ones on a thread, so that streams go on
 
+T = TypeVar("T")
 MetricsSource = Callable[[], tuple[bytes, str]]  # body and content type of /metrics
 
 
@@ -45,6 +46,8 @@ class OpenAIService:
         self._created = int(time.time())
         self._vocab_size = tokenizer.vocab_size
         self._max_model_len = engine.engine.max_model_len
+        longest = max(len(tokenizer.token_bytes(token)) for token in range(self._vocab_size))
+        self._max_token_bytes = max(longest, SPECIAL_TOKEN_BYTES)
 
     def router(self) -> APIRouter:
         router = APIRouter()
@@ -60,32 +63,44 @@ class OpenAIService:
         return router
 
     async def _completions(self, request: Request) -> Response:
-        raw = await self._read(request)
-        body = parse(CompletionBody, parse_object(raw))
-        self._check_model(body.model)
-        prompt = body.prompt
-        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-            prompt = prompt[0]
-        if isinstance(prompt, str):
-            prompt = await _compute(raw, partial(self._tokenizer.encode, prompt, add_special=True))
-        tokens = cast(list[int], prompt)
+        body, tokens = await _compute(self._read_completion, await self._read(request))
         sampling = self._sampling(
             body, tokens, "prompt", body.max_tokens or COMPLETION_MAX_TOKENS, body.logprobs
         )
         return await self._run(request, body, tokens, sampling, CompletionFormat)
 
     async def _chat(self, request: Request) -> Response:
-        raw = await self._read(request)
+        body, tokens = await _compute(self._read_chat, await self._read(request))
+        num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        limit = body.max_completion_tokens or body.max_tokens
+        sampling = self._sampling(body, tokens, "messages", limit, num_logprobs)
+        return await self._run(request, body, tokens, sampling, ChatFormat)
+
+    def _read_completion(self, raw: bytes) -> tuple[CompletionBody, list[int]]:
+        body = parse(CompletionBody, parse_object(raw))
+        self._check_model(body.model)
+        prompt = body.prompt
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            prompt = prompt[0]
+        if isinstance(prompt, str):
+            return body, self._encode(prompt, "prompt", add_special=True)
+        return body, cast(list[int], prompt)
+
+    def _read_chat(self, raw: bytes) -> tuple[ChatBody, list[int]]:
         body = parse(ChatBody, parse_object(raw))
         self._check_model(body.model)
         if body.top_logprobs is not None and not body.logprobs:
             raise RequestError("top_logprobs needs logprobs=true", "top_logprobs")
         messages = [message.for_template() for message in body.messages]
-        tokens = await _compute(raw, lambda: self._tokenizer.encode(self._tokenizer.render_chat(messages)))
-        num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        limit = body.max_completion_tokens or body.max_tokens
-        sampling = self._sampling(body, tokens, "messages", limit, num_logprobs)
-        return await self._run(request, body, tokens, sampling, ChatFormat)
+        return body, self._encode(self._tokenizer.render_chat(messages), "messages")
+
+    def _encode(self, text: str, field: str, *, add_special: bool = False) -> list[int]:
+        """Megabytes take the tokenizer seconds: a text that cannot fit is refused by its size."""
+        least = len(text.encode()) // self._max_token_bytes
+        if least > self._max_model_len:
+            limit = self._max_model_len - 1
+            raise RequestError(f"{field} has more than {least} tokens: the limit is {limit}", field)
+        return self._tokenizer.encode(text, add_special=add_special)
 
     async def _read(self, request: Request) -> bytes:
         if self._engine.state != "ok":  # before the work of reading a prompt
@@ -173,5 +188,5 @@ class OpenAIService:
         return Response(body, media_type=content_type)
 
 
-async def _compute(raw: bytes, function: Callable[[], list[int]]) -> list[int]:
-    return function() if len(raw) <= SHORT_BODY_BYTES else await asyncio.to_thread(function)
+async def _compute(function: Callable[[bytes], T], raw: bytes) -> T:
+    return function(raw) if len(raw) <= SHORT_BODY_BYTES else await asyncio.to_thread(function, raw)

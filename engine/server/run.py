@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ class ServerConfig:
     """Where to listen; port 0 takes a free one. `admin_token` is what `resolve_token` gave."""
 
     model_name: str
-    admin_token: str
+    admin_token: str = field(repr=False)
     host: str = "127.0.0.1"
     port: int = 8000
     admin_host: str = "127.0.0.1"
@@ -113,10 +113,12 @@ async def run_servers(
             asyncio.create_task(server.serve([listener]))
             for server, listener in zip(servers, (public, admin), strict=True)
         ]
-        while not all(server.started for server in servers):
+        while not all(server.started for server in servers) and not any(task.done() for task in tasks):
             await asyncio.sleep(0.01)
         on_ready(Addresses(_url(public), _url(admin)))
-        await stop.wait()
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
         aborted = await async_engine.drain(config.drain_seconds)
         if aborted:
             log.warning(
@@ -141,16 +143,16 @@ def _server(app: FastAPI) -> _Server:
     )
 
 
-def _bind(host: str, port: int, field: str) -> socket.socket:
-    """A listening socket; ConfigError names the field."""
+def _bind(host: str, port: int, name: str) -> socket.socket:
+    """A listening socket; ConfigError names the setting."""
     if not 0 <= port <= 65535:  # getaddrinfo would take it modulo 65536
-        raise ConfigError(f"{field}={port} is invalid: expected a port in [0, 65535], 0 for a free one")
+        raise ConfigError(f"{name}={port} is invalid: expected a port in [0, 65535], 0 for a free one")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
         reason = error.strerror or error
-        raise ConfigError(f"{field}={port}: cannot listen on {host}:{port}: {reason}") from error
+        raise ConfigError(f"{name}={port}: cannot listen on {host}:{port}: {reason}") from error
     listener.setblocking(False)
     return listener
 

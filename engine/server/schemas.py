@@ -42,6 +42,8 @@ MAX_SHOWN_CHARS = 80
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+# fail_fast: a body of a million bad entries would otherwise cost a million error reports.
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class _Strict(BaseModel):
@@ -70,7 +72,7 @@ class GenerationFields(_Strict):
     top_k: int | None = Field(None, ge=0, lt=2**31)
     cache_salt: Annotated[str, Field(max_length=1000)] | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=64)] | None = None
 
     @property
     def stop_strings(self) -> list[str]:
@@ -82,9 +84,9 @@ class GenerationFields(_Strict):
 
 
 class CompletionBody(GenerationFields):
-    prompt: str | list[TokenId] | Annotated[list[str | list[TokenId]], Field(min_length=1, max_length=1)] = (
-        Field(description="a string, a list of token ids, or a list with one of these")
-    )
+    prompt: (
+        str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, max_length=1, fail_fast=True)]
+    ) = Field(description="a string, a list of token ids, or a list with one of these")
     logprobs: int | None = Field(None, ge=0, le=20)
 
 
@@ -95,7 +97,7 @@ class TextPart(_Strict):
 
 class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
     # Clients send an answer back as they got it.
     refusal: None = None
@@ -112,7 +114,7 @@ class Message(_Strict):
 
 
 class ChatBody(GenerationFields):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)

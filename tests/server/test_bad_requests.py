@@ -146,12 +146,25 @@ def test_unknown_model(server):
     assert "'stub'" in error["message"]
 
 
-@pytest.mark.parametrize("as_ids", [False, True])
-def test_prompt_of_100k_tokens_says_count_and_limit(server, as_ids):
-    prompt = [5] * 100_000 if as_ids else "x" * 100_000
+@pytest.mark.parametrize("prompt", ["x" * 30_000, [5] * 100_000], ids=["text", "token ids"])
+def test_prompt_beyond_the_context_says_count_and_limit(server, prompt):
     message = refuse(server, "/v1/completions", {**COMPLETION, "prompt": prompt})["message"]
-    assert "100000" in message
+    assert f"{len(prompt)} tokens" in message
     assert str(server.engine.max_model_len - 1) in message
+
+
+def test_megabytes_are_refused_by_their_size(server):
+    message = refuse(server, "/v1/completions", {**COMPLETION, "prompt": "x" * (4 << 20)})["message"]
+    assert f"more than {(4 << 20) // 64} tokens" in message
+
+
+@pytest.mark.parametrize("field", ["prompt", "messages"])
+def test_a_million_bad_entries_give_one_error(server, field):
+    path = "/v1/completions" if field == "prompt" else "/v1/chat/completions"
+    good = COMPLETION if field == "prompt" else CHAT
+    error = refuse(server, path, {**good, field: [{}] * 1_000_000})
+    assert error["param"].startswith(field)
+    assert len(error["message"]) < 300
 
 
 def test_body_beyond_the_limit(server):
