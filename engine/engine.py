@@ -13,7 +13,14 @@ from kvpilot.engine.kv.formats import PageShape
 from kvpilot.engine.kv.hashing import TokenChain
 from kvpilot.engine.kv.pool import KVPool, PageState
 from kvpilot.engine.kv.storage import PageStorage
-from kvpilot.engine.request import FinishReason, Request, SamplingParams, StepOutput
+from kvpilot.engine.request import (
+    FinishReason,
+    Request,
+    SampledToken,
+    SamplingParams,
+    ScheduledRequest,
+    StepOutput,
+)
 from kvpilot.engine.runners.base import Runner
 from kvpilot.engine.scheduler import Scheduler
 from kvpilot.engine.stats import Series, StatsRecorder, StatsSnapshot
@@ -55,6 +62,7 @@ class Engine:
         self._quality_loss = dict(quality_loss or {})
         self._requests: dict[str, Request] = {}
         self._reserve_slots = ceil(config.reserve_fraction * self.pool.num_slots)
+        self.is_reclaiming = False  # the last step left work for the background reclaimer
         self._step_seconds = 0.1  # moving average, for Retry-After
 
     def _check_max_model_len(self, model_max_len: int) -> int:
@@ -81,19 +89,6 @@ class Engine:
         arrival_time: float | None = None,
     ) -> Request:
         """Queue a request. Raises RequestError if it can never be served, EngineFullError if the queue is full."""
-        if not prompt:
-            raise RequestError("prompt is empty: expected at least one token", "prompt")
-        if len(prompt) >= self.max_model_len:
-            raise RequestError(
-                f"prompt has {len(prompt)} tokens: expected fewer than {self.max_model_len} (context of this engine)",
-                "prompt",
-            )
-        if request_id in self._requests:
-            raise RequestError(f"request_id={request_id!r} is in use", "request_id")
-        if len(self.scheduler.waiting) >= self.config.max_waiting:
-            self.stats.add("requests_rejected")
-            waiting = len(self.scheduler.waiting)
-            raise EngineFullError(f"the queue is full ({waiting} requests waiting)", self._retry_after())
         tokens = list(prompt)
         request = Request(
             request_id=request_id,
@@ -104,9 +99,25 @@ class Engine:
             sampling=sampling,
             tokens=tokens,
         )
-        self._requests[request_id] = request
-        self.scheduler.add(request)
+        self.submit(request)
         return request
+
+    def submit(self, request: Request) -> None:
+        """`add_request` for a request that is made already; the simulator's have no tokens."""
+        num_prompt = request.num_prompt_tokens
+        if num_prompt < 1:
+            raise RequestError("prompt is empty: expected at least one token", "prompt")
+        if num_prompt >= self.max_model_len:
+            limit = f"fewer than {self.max_model_len} (context of this engine)"
+            raise RequestError(f"prompt has {num_prompt} tokens: expected {limit}", "prompt")
+        if request.request_id in self._requests:
+            raise RequestError(f"request_id={request.request_id!r} is in use", "request_id")
+        waiting = len(self.scheduler.waiting)
+        if waiting >= self.config.max_waiting:
+            self.stats.add("requests_rejected")
+            raise EngineFullError(f"the queue is full ({waiting} requests waiting)", self._retry_after())
+        self._requests[request.request_id] = request
+        self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
         """End a request whose client went away; unknown ids are ignored."""
@@ -135,24 +146,28 @@ class Engine:
         batch = self.scheduler.schedule(start)
         if not batch:
             return []
-        sampled = self._runner.execute(batch)
+        sampled, repeats = self._run(batch, start)
         now = self.clock()
-        outputs = self.scheduler.commit(batch, sampled, now)
+        outputs = self.scheduler.commit(batch, sampled, now, repeats)
         for output in outputs:
             if output.finish_reason is not None:
                 del self._requests[output.request.request_id]
-        self.cache.reclaim_in_background(self._reserve_slots, now)
-        self._book_step(now - start)
+        self.is_reclaiming = self.cache.reclaim_in_background(self._reserve_slots, now)
+        self._book_steps((now - start) / repeats, repeats)
         return outputs
+
+    def _run(self, batch: list[ScheduledRequest], start: float) -> tuple[list[SampledToken | None], int]:
+        """The step's tokens, and how many equal steps they stand for: one, but for the simulator."""
+        return self._runner.execute(batch), 1
 
     def _apply_knobs(self, now: float) -> None:
         requested = self.knobs.requested
         if requested is not self.scheduler.knobs:
             self.scheduler.set_knobs(requested, now)
 
-    def _book_step(self, seconds: float) -> None:
-        self.stats.add("steps")
-        self.stats.observe("step_seconds", seconds)
+    def _book_steps(self, seconds: float, times: int) -> None:
+        self.stats.add("steps", times)
+        self.stats.observe("step_seconds", seconds, times)
         self._step_seconds += 0.1 * (seconds - self._step_seconds)
 
     # ------------------------------------------------------------------ knobs

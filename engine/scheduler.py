@@ -1,7 +1,7 @@
 """Continuous batching: who is admitted, who runs in this step, who gives way. No torch, no clock of its own."""
 
 from bisect import insort
-from math import ceil
+from math import ceil, inf
 
 from kvpilot.engine.config import EngineConfig, Knobs
 from kvpilot.engine.errors import PoolIntegrityError
@@ -172,22 +172,25 @@ class Scheduler:
 
     # ------------------------------------------------------------------ commit
     def commit(
-        self, batch: list[ScheduledRequest], sampled: list[SampledToken | None], now: float
+        self, batch: list[ScheduledRequest], sampled: list[SampledToken | None], now: float, repeats: int = 1
     ) -> list[StepOutput]:
-        """Book the tokens of a step: seal full pages, append what was drawn, end who is done."""
+        """Book the tokens of a step: seal full pages, append what was drawn, end who is done.
+
+        `repeats` > 1 books so many equal decode steps at once, as far as `quiet_steps` allows (the simulator).
+        """
         outputs: list[StepOutput] = []
         for (request, start, num_new, samples), draw in zip(batch, sampled, strict=True):
-            request.num_computed = start + num_new
+            request.num_computed = start + num_new + repeats - 1
             self._seal_full_pages(request)
             if num_new > 1:
                 self._stats.add("prefill_tokens", num_new)
             if not samples:
                 continue
-            self._book_token(request, now)
+            self._book_tokens(request, now, repeats)
             token = None if draw is None else draw.token
             if token is not None and request.tokens is not None:
                 request.tokens.append(token)
-            request.num_tokens += 1
+            request.num_tokens += repeats
             reason = self._finish_reason(request, token)
             if reason is not None:
                 self.finish(request, reason, now)
@@ -219,14 +222,36 @@ class Scheduler:
             self.cache.seal(request.pages, index, request.block_hash(index))
             request.num_sealed += 1
 
-    def _book_token(self, request: Request, now: float) -> None:
-        self._stats.add("generation_tokens")
+    def _book_tokens(self, request: Request, now: float, num_tokens: int) -> None:
+        self._stats.add("generation_tokens", num_tokens)
         if request.last_token_time is None:
             request.first_token_time = now
             self._stats.observe("time_to_first_token_seconds", now - request.arrival_time)
         else:
-            self._stats.observe("inter_token_seconds", now - request.last_token_time)
+            gap = (now - request.last_token_time) / num_tokens
+            self._stats.observe("inter_token_seconds", gap, num_tokens)
         request.last_token_time = now
+
+    # ------------------------------------------------------------------ many steps at once
+    def quiet_steps(self, batch: list[ScheduledRequest], now: float) -> int:
+        """How many equal steps, this one included, decide nothing but time: the same requests decode, none ends,
+        none needs or fills a page. What the clock alone can change is said by `next_deadline`."""
+        page_size = self._page_size
+        quiet = 1 << 30
+        for request, start, num_new, samples in batch:
+            if num_new > 1 or not samples or request.last_token_time != now:
+                return 1
+            until_end = min(
+                request.max_tokens - request.num_output_tokens, self.max_model_len - request.num_tokens
+            )
+            quiet = min(quiet, until_end, page_size - start % page_size)
+        return quiet
+
+    def next_deadline(self) -> float:
+        """The first moment after which a step would decide otherwise though nothing happened: a retained page
+        expires, or the oldest waiting request starves. A step that starts at that very moment does not."""
+        starving = self.waiting[0].arrival_time + self._starvation_seconds if self.waiting else inf
+        return min(starving, self.cache.next_expiry())
 
     def _release_pages(self, request: Request, now: float) -> None:
         self.cache.release(

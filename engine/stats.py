@@ -224,7 +224,9 @@ class StatsRecorder:
     def __init__(self) -> None:
         # Present from the start, so that rates see the first increment and a scraper can tell "0" from "missing".
         self._counters: dict[Series, float] = {
-            (name, ()): 0 for name, metric in METRICS.items() if metric.kind == "counter" and not metric.labels
+            (name, ()): 0
+            for name, metric in METRICS.items()
+            if metric.kind == "counter" and not metric.labels
         }
         self._histograms = {
             name: [[0] * (len(metric.buckets) + 1), 0.0]
@@ -239,10 +241,10 @@ class StatsRecorder:
     def count(self, name: str, *labels: str) -> float:
         return self._counters.get((name, labels), 0)
 
-    def observe(self, name: str, value: float) -> None:
+    def observe(self, name: str, value: float, times: int = 1) -> None:
         entry = self._histograms[name]
-        entry[0][bisect_left(METRICS[name].buckets, value)] += 1
-        entry[1] += value
+        entry[0][bisect_left(METRICS[name].buckets, value)] += times
+        entry[1] += value * times
 
     def snapshot(self, time: float, gauges: Mapping[Series, float]) -> StatsSnapshot:
         histograms = {

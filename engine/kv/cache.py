@@ -10,6 +10,7 @@ stepped down.
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from enum import StrEnum
+from math import inf
 
 from kvpilot.engine.config import Knobs
 from kvpilot.engine.errors import PoolIntegrityError
@@ -46,6 +47,7 @@ class KVCache:
         self._live_sealed: list[OrderedDict[Page, None]] = [OrderedDict() for _ in levels]  # oldest first
         self._retained_by_age: OrderedDict[Page, None] = OrderedDict()  # oldest last use first
         self._retained_bytes = 0
+        self._may_grow = False  # retained pages left the budget, or it was raised
         self._next_rank = 0
 
     # ------------------------------------------------------------------ lookup
@@ -71,7 +73,7 @@ class KVCache:
                 self._leave_idle(page)
                 self.pool.set_state(page, PageState.LIVE)
                 self._live_sealed[page.level][page] = None
-            page.refs += 1
+            self.pool.add_user(page)
         for page in self.tail(pages, len(pages)):
             page.guards += 1
 
@@ -108,7 +110,7 @@ class KVCache:
             page.guards -= 1
         leaf_seen = False
         for page in reversed(pages):  # a leaf goes before its parents
-            page.refs -= 1
+            self.pool.remove_user(page)
             page.turn, page.num_prompt_tokens = turn, num_prompt_tokens
             if page.refs > 0:
                 continue
@@ -136,13 +138,19 @@ class KVCache:
 
     def set_knobs(self, knobs: Knobs, now: float) -> None:
         self.knobs = knobs
+        self._may_grow = True
         self.tick(now)
+
+    def next_expiry(self) -> float:
+        """The moment after which the oldest retained page is no longer protected; inf if there is none."""
+        page = next(iter(self._retained_by_age), None)
+        return inf if page is None else page.last_use + self.knobs.ttl_seconds
 
     def tick(self, now: float) -> None:
         """Bring retention up to date: what is too old or over budget loses protection, what fits regains it."""
         while self._retained_by_age:
             page = next(iter(self._retained_by_age))
-            if now - page.last_use <= self.knobs.ttl_seconds and self.knobs.ttl_seconds > 0:
+            if now <= page.last_use + self.knobs.ttl_seconds and self.knobs.ttl_seconds > 0:
                 break
             self._unprotect(page)
             self._stats.add("pages_expired")
@@ -157,13 +165,16 @@ class KVCache:
             self._stats.add("pages_over_budget")
 
     def _grow_to_budget(self, now: float) -> None:
+        if not self._may_grow:
+            return
+        self._may_grow = False
         if self.knobs.ttl_seconds == 0 or self._retained_bytes >= self.budget_bytes:
             return
         regained: list[Page] = []
         bytes_left = self.budget_bytes - self._retained_bytes
         while page := self._extreme(PageState.UNPROTECTED, now, least=False):
             bytes_left -= self.pool.page_bytes[page.level]
-            if now - page.last_use > self.knobs.ttl_seconds or bytes_left < 0:
+            if now > page.last_use + self.knobs.ttl_seconds or bytes_left < 0:
                 break
             self._protect(page)
             regained.append(page)
@@ -188,6 +199,7 @@ class KVCache:
         if page.state == PageState.RETAINED:
             del self._retained_by_age[page]
             self._retained_bytes -= self.pool.page_bytes[page.level]
+            self._may_grow = True
 
     def _queue(self, page: Page) -> IdleQueue:
         return self._idle[page.state][page.level][page.is_sink]
@@ -242,17 +254,21 @@ class KVCache:
                 return False
         return True
 
-    def reclaim_in_background(self, reserve_slots: int, now: float, max_pages: int = 8) -> None:
-        """Towards a reserve of free slots, by the same order as for a waiting request, a few pages at a time."""
+    def reclaim_in_background(self, reserve_slots: int, now: float, max_pages: int = 8) -> bool:
+        """Towards a reserve of free slots, by the same order as for a waiting request, a few pages at a time.
+
+        True if there may be more to do.
+        """
         for _ in range(max_pages):
             if self.pool.available_slots >= reserve_slots:
-                return
+                return False
             if not (
                 self.pool.compact()
                 or self._step_down_idle(now)
                 or self._release_one(PageState.UNPROTECTED, now)
             ):
-                return
+                return False
+        return True
 
     def _step_down_idle(self, now: float) -> bool:
         """The least valuable idle page one rung down: unprotected before retained, high levels before low ones."""
@@ -272,6 +288,7 @@ class KVCache:
         self._queue(page).add(page)
         if page.state == PageState.RETAINED:
             self._retained_bytes += self.pool.page_bytes[page.level] - bytes_before
+            self._may_grow = True
         if page.hash is None:  # could not be encoded and serves nobody any more
             self._release(page, now)
 

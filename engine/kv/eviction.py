@@ -13,11 +13,17 @@ from kvpilot.engine.kv.pool import Page
 
 
 class EvictionPolicy(Protocol):
-    """`bucket` groups pages whose values are ordered by `idle_rank` alone at any one time."""
+    """Pages of one `bucket` keep the order of `order` while they are idle; `value` compares across buckets."""
 
     def bucket(self, page: Page) -> int: ...
 
-    def value(self, page: Page, now: float) -> float: ...
+    def order(self, page: Page) -> float:
+        """Within a bucket, fixed when the page becomes idle: the lowest goes first."""
+        ...
+
+    def value(self, page: Page, now: float) -> float:
+        """Across buckets, at this moment: the lowest goes first."""
+        ...
 
     def request_arrived(self, block_hash: Callable[[int], Hashable], num_blocks: int, now: float) -> None: ...
 
@@ -29,6 +35,9 @@ class LruPolicy:
 
     def bucket(self, page: Page) -> int:
         return 0
+
+    def order(self, page: Page) -> float:
+        return page.idle_rank
 
     def value(self, page: Page, now: float) -> float:
         return page.last_use
@@ -64,6 +73,9 @@ class HazardPolicy:
     def bucket(self, page: Page) -> int:
         length_class = sum(page.num_prompt_tokens > bound for bound in self.LENGTH_BOUNDS)
         return min(page.turn, self.TURN_CLASSES) - 1 + self.TURN_CLASSES * length_class
+
+    def order(self, page: Page) -> float:
+        return page.idle_rank
 
     def value(self, page: Page, now: float) -> float:
         return self.return_probability(self.bucket(page), now - page.last_use)
@@ -114,43 +126,46 @@ class IdleQueue:
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
-        self._members: dict[Page, tuple[int, int]] = {}  # bucket, idle_rank
-        self._old: dict[int, list[tuple[int, Page]]] = {}
-        self._new: dict[int, list[tuple[int, Page]]] = {}
+        self._members: dict[Page, int] = {}  # idle_rank when added
+        self._old: dict[int, list[_Entry]] = {}  # the least valuable on top
+        self._new: dict[int, list[_Entry]] = {}  # the most valuable on top
 
     def __len__(self) -> int:
         return len(self._members)
 
     def add(self, page: Page) -> None:
-        bucket, rank = self._policy.bucket(page), page.idle_rank
-        self._members[page] = (bucket, rank)
-        heapq.heappush(self._old.setdefault(bucket, []), (rank, page))
-        heapq.heappush(self._new.setdefault(bucket, []), (-rank, page))
+        bucket, order, rank = self._policy.bucket(page), self._policy.order(page), page.idle_rank
+        self._members[page] = rank
+        heapq.heappush(self._old.setdefault(bucket, []), (order, rank, page))
+        heapq.heappush(self._new.setdefault(bucket, []), (-order, -rank, page))
 
     def remove(self, page: Page) -> None:
         del self._members[page]
 
     def first(self, now: float) -> Page | None:
-        """The least valuable page: within a bucket the one idle longest."""
+        """The least valuable page; within a bucket, of equal order, the one idle longest."""
         heads = [head for heap in self._old.values() if (head := self._head(heap, 1))]
         if len(heads) <= 1:
             return heads[0] if heads else None
         return min(heads, key=lambda page: (self._policy.value(page, now), page.idle_rank))
 
     def last(self, now: float) -> Page | None:
-        """The most valuable page: within a bucket the one idle shortest."""
+        """The most valuable page; within a bucket, of equal order, the one idle shortest."""
         heads = [head for heap in self._new.values() if (head := self._head(heap, -1))]
         if len(heads) <= 1:
             return heads[0] if heads else None
         return max(heads, key=lambda page: (self._policy.value(page, now), page.idle_rank))
 
-    def _head(self, heap: list[tuple[int, Page]], sign: int) -> Page | None:
+    def _head(self, heap: list["_Entry"], sign: int) -> Page | None:
         if len(heap) > 64 + 4 * len(self._members):
-            heap[:] = sorted({entry for entry in heap if self._is_valid(entry, sign)}, key=lambda e: e[0])
+            valid = {entry[1]: entry for entry in heap if self._is_valid(entry, sign)}
+            heap[:] = sorted(valid.values(), key=lambda entry: entry[:2])
         while heap and not self._is_valid(heap[0], sign):
             heapq.heappop(heap)
-        return heap[0][1] if heap else None
+        return heap[0][2] if heap else None
 
-    def _is_valid(self, entry: tuple[int, Page], sign: int) -> bool:
-        member = self._members.get(entry[1])
-        return member is not None and member[1] == sign * entry[0]
+    def _is_valid(self, entry: "_Entry", sign: int) -> bool:
+        return self._members.get(entry[2]) == sign * entry[1]
+
+
+_Entry = tuple[float, int, Page]  # order, idle_rank (negated where the most valuable is on top), page

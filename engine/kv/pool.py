@@ -69,6 +69,7 @@ class KVPool:
                 f"{(2 + 2 * self.last_level) * slot_bytes} ({2 + 2 * self.last_level} slots of {slot_bytes} bytes)"
             )
         self.counts = [[[0, 0] for _ in ladder] for _ in PageState]  # [state][level][is_sink]
+        self.live_refs = [0] * len(ladder)  # users of live pages by level
         self.num_moved = 0
         self._storage = storage
         self._next_id = 0
@@ -125,12 +126,21 @@ class KVPool:
         self._next_id += 1
         self._pages[page.page_id] = self._owners[address] = page
         self.counts[PageState.LIVE][0][0] += 1
+        self.live_refs[0] += 1
         return page
 
     def free(self, page: Page) -> None:
         del self._pages[page.page_id]
         self.counts[page.state][page.level][page.is_sink] -= 1
         self._free_cells(page.payload, page.scales)
+
+    def add_user(self, page: Page) -> None:
+        page.refs += 1
+        self.live_refs[page.level] += 1
+
+    def remove_user(self, page: Page) -> None:
+        page.refs -= 1
+        self.live_refs[page.level] -= 1
 
     def set_state(self, page: Page, state: PageState) -> None:
         self.counts[page.state][page.level][page.is_sink] -= 1
@@ -176,6 +186,8 @@ class KVPool:
         self._free_cells(*source)
         self.counts[page.state][page.level][page.is_sink] -= 1
         self.counts[page.state][level][page.is_sink] += 1
+        self.live_refs[page.level] -= page.refs
+        self.live_refs[level] += page.refs
         page.level, page.payload, page.scales = level, target.payload, target.scales
         self._owners[target.payload] = self._owners[target.scales] = page
         return True
@@ -209,6 +221,9 @@ class KVPool:
                     f"page {page.page_id}: {page.refs} users, state {page.state.name}, level {page.level}, "
                     f"sealed {page.is_sealed}"
                 )
+        refs = [sum(p.refs for p in self._pages.values() if p.level == lv) for lv in range(len(self.ladder))]
+        if refs != self.live_refs:
+            raise PoolIntegrityError(f"users by level: counted {refs}, booked {self.live_refs}")
         if counts != self.counts:
             raise PoolIntegrityError(f"pages by state, level, sink: counted {counts}, booked {self.counts}")
         if cells != len(self._owners) or cells != sum(self.slots.used_cells):
