@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from kvpilot.engine.errors import EngineClosedError, EngineFullError, RequestError
 
@@ -62,6 +63,7 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(EngineFullError, _on_full)
     app.add_exception_handler(EngineClosedError, _on_closed)
     app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_bug)
 
 
@@ -105,6 +107,11 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     body = error_body(f"{error.detail}: {request.method} {request.url.path}", "invalid_request_error")
     return JSONResponse(body, error.status_code, error.headers)
+
+
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    """The client left while it sent its body: nobody reads this."""
+    return Response(status_code=400)
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:

@@ -136,6 +136,7 @@ def _server(app: FastAPI) -> _Server:
             app,
             lifespan="off",
             access_log=False,
+            log_config=None,  # the process decides where logs go
             log_level="warning",
             timeout_graceful_shutdown=LAST_BYTES_SECONDS,
             ws="none",

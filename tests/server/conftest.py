@@ -73,7 +73,8 @@ def _running(stub: ModuleType, *, drain_seconds: float = 5.0, **changes: object)
             ) as admin:
                 server.client, server.admin = client, admin
                 yield server
-        server.stop()
+        if thread.is_alive():  # else the test has stopped it
+            server.stop()
     thread.join(20)
     assert not thread.is_alive()
     if server.crashed is not None:

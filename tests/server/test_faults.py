@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import logging
+import socket
 import threading
 
 import httpx
@@ -53,6 +55,28 @@ def test_disconnect_while_in_the_queue(run_server, wait_until):
             wait_until(lambda: not server.engine.scheduler.waiting)
             assert len(server.engine.scheduler.running) == 1
         wait_until(lambda: is_empty(server))
+
+
+def test_disconnect_in_mid_body_is_no_error_of_ours(server, caplog, wait_until):
+    address = httpx.URL(server.url)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+    with socket.create_connection((address.host, address.port)) as client:
+        client.sendall(head + b'{"model":')
+        wait_until(lambda: server.client.get("/health").status_code == 200)
+    assert server.client.post("/v1/completions", json={**LONG, "max_tokens": 1}).status_code == 200
+    server.stop()
+    server.thread.join(20)  # all handlers have ended
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_bug_in_a_handler_is_logged_and_not_shown(server, monkeypatch, caplog, wait_until):
+    def fail():
+        raise KeyError("secret")
+
+    monkeypatch.setattr(server.engine, "snapshot", fail)
+    response = server.admin.get("/admin/stats")
+    assert (response.status_code, response.json()["error"]["message"]) == (500, "internal error")
+    wait_until(lambda: "secret" in caplog.text)  # the answer goes out first
 
 
 def test_a_thousand_requests_are_answered_or_told_to_come_back(run_server):
