@@ -208,11 +208,11 @@ def demo(
     out: Annotated[Path, Option(help="Folder for report.html, run.json, audit and logs.")] = Path(
         "runs/demo"
     ),
-    seconds_per_phase: Annotated[float, Option(help="There are five phases, twice.")] = 18.0,
+    seconds_per_phase: Annotated[float, Option(help="There are five phases, twice.")] = 16.0,
     quick: Annotated[
         bool, Option("--quick", help="The same in about a minute, too short to judge by.")
     ] = False,
-    pool_mb: Annotated[int, Option(help="KV pool in MiB: small, so that memory decides.")] = 32,
+    pool_mb: Annotated[int, Option(help="KV pool in MiB: small, so that memory decides.")] = 48,
     seed: Annotated[int, Option(help="Of the traffic.")] = 1,
 ) -> None:
     """Show the loop on a real model: the same chats with static knobs, then tuned, and a report of both.

@@ -38,10 +38,10 @@ class ThresholdConfig:
     pressure_live_share: float = 0.85  # running requests hold more of the pool than this, or any preemption
     calm_live_share: float = 0.60  # calm: nothing waits, no preemption, and running requests hold less
     calm_decisions: int = 3  # so many decisions in a row, before the regime returns to calm
-    pressure_ttl_seconds: float = 120.0
+    pressure_ttl_seconds: float = 20.0  # enough for who comes back soon; the pages of ended chats go early
     pressure_size_factor: float = 0.6
     calm_ttl_seconds: float = 300.0
-    calm_size_factor: float = 0.8
+    calm_size_factor: float = 0.5  # at level 0 retained pages cannot shrink: leave a burst room to start in
     batch_growth: float = 1.5  # of max_batch: while requests wait and memory is not what they wait for
     batch_shrink: float = 0.75  # of max_batch: after preemptions, which waste the work already done
     batch_room_share: float = 0.70  # memory is not what they wait for: running requests hold less than this

@@ -50,10 +50,10 @@ def _phase(name: str, rate: float, share: float, color: str, **sizes: float) -> 
 
 PHASES = (
     _phase("calm", 0.3, 0.9, "#e8f1e8"),
-    _phase("burst", 3.0, 0.35, "#fbe9e0"),
-    _phase("long prompts", 0.5, 0.7, "#e6edf7", first_words=260, think_seconds=2.5),
-    _phase("many sessions", 1.6, 0.7, "#f6eed9", turns=4, first_words=45, think_seconds=4.0),
-    _phase("calm again", 0.3, 0.6, "#e8f1e8"),
+    _phase("burst", 3.0, 0.35, "#fbe9e0", first_words=60),
+    _phase("long prompts", 0.8, 0.8, "#e6edf7", turns=4, first_words=380),
+    _phase("many sessions", 1.6, 0.8, "#f6eed9", turns=4, first_words=160, think_seconds=3.0),
+    _phase("calm again", 0.3, 0.5, "#e8f1e8"),
 )
 
 SYSTEM = (

@@ -64,10 +64,10 @@ def test_pressure_is_answered_step_by_step_and_read_back(make, engine):
     engine.press()
     decision = controller.tick()
     assert decision.outcome is Outcome.APPLIED
-    assert engine.effective == {"ttl_seconds": 60.0, "size_factor": 0.4, "max_batch": 16, "kv_level": 1}
+    assert engine.effective == {"ttl_seconds": 20.0, "size_factor": 0.4, "max_batch": 16, "kv_level": 1}
     assert decision.revision == engine.revision == 2
     controller.tick()
-    assert engine.effective == {"ttl_seconds": 120.0, "size_factor": 0.6, "max_batch": 16, "kv_level": 2}
+    assert engine.effective == {"ttl_seconds": 20.0, "size_factor": 0.6, "max_batch": 16, "kv_level": 2}
     assert controller.tick().outcome is Outcome.KEPT
     assert len(engine.patches) == 2
 

@@ -27,7 +27,7 @@ def knobs(**changes) -> dict[str, float | int]:
 
 def test_calm_retains_long_at_full_precision():
     wanted = ThresholdPolicy().propose(look(), knobs(kv_level=2), BOUNDS)
-    assert wanted.knobs == {"kv_level": 0, "ttl_seconds": 300.0, "size_factor": 0.8}
+    assert wanted.knobs == {"kv_level": 0, "ttl_seconds": 300.0, "size_factor": 0.5}
     assert wanted.reason.startswith("calm")
 
 
