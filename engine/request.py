@@ -67,6 +67,7 @@ class Request:
         default_factory=list
     )  # page i holds tokens [i * page_size, (i+1) * page_size)
     num_sealed: int = 0  # leading pages that are sealed
+    is_decoding: bool = False  # admitted, and all but the last token computed
     num_known_pages: int = 0  # while waiting: leading pages that the prefix cache has
     turn: int = 1  # of the conversation, as far as the prefix cache can tell
     num_preemptions: int = 0

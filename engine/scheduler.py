@@ -71,7 +71,9 @@ class Scheduler:
         for request in list(self.running):
             while request.pages and request.num_tokens > len(request.pages) * self._page_size:
                 if self.cache.reclaim(1, now, Take.GROWTH):
-                    request.pages.append(self.cache.allocate())
+                    page = self.cache.allocate()
+                    request.pages.append(page)
+                    self.cache.pool.add_readers([page], 1)
                     continue
                 victim = self.running[-1]
                 self._preempt(victim, now)  # takes its pages, which ends the loop if it is the request itself
@@ -151,6 +153,7 @@ class Scheduler:
         request.pages = pages + [self.cache.allocate() for _ in range(num_new)]
         self.waiting.remove(request)
         self.running.append(request)
+        self._note_decoding(request)
         self._book_admission(request, now, take)
         return True
 
@@ -191,6 +194,7 @@ class Scheduler:
             if token is not None and request.tokens is not None:
                 request.tokens.append(token)
             request.num_tokens += repeats
+            self._note_decoding(request)
             reason = self._finish_reason(request, token)
             if reason is not None:
                 self.finish(request, reason, now)
@@ -253,7 +257,15 @@ class Scheduler:
         starving = self.waiting[0].arrival_time + self._starvation_seconds if self.waiting else inf
         return min(starving, self.cache.next_expiry())
 
+    def _note_decoding(self, request: Request) -> None:
+        if not request.is_decoding and not request.is_prefilling:
+            request.is_decoding = True
+            self.cache.pool.add_readers(request.pages, 1)
+
     def _release_pages(self, request: Request, now: float) -> None:
+        if request.is_decoding:
+            request.is_decoding = False
+            self.cache.pool.add_readers(request.pages, -1)
         self.cache.release(
             request.pages,
             request.num_sealed,

@@ -73,7 +73,7 @@ class KVCache:
                 self._leave_idle(page)
                 self.pool.set_state(page, PageState.LIVE)
                 self._live_sealed[page.level][page] = None
-            self.pool.add_user(page)
+            page.refs += 1
         for page in self.tail(pages, len(pages)):
             page.guards += 1
 
@@ -110,7 +110,7 @@ class KVCache:
             page.guards -= 1
         leaf_seen = False
         for page in reversed(pages):  # a leaf goes before its parents
-            self.pool.remove_user(page)
+            page.refs -= 1
             page.turn, page.num_prompt_tokens = turn, num_prompt_tokens
             if page.refs > 0:
                 continue

@@ -5,7 +5,7 @@ slots, so every byte is counted and capacity follows the levels in use. `reserve
 pages: with them a page can be stepped down when nothing else is free.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from enum import IntEnum
 from math import ceil
 
@@ -25,8 +25,19 @@ class Page:
     """One page and its place. `payload` and `scales` are byte offsets into the pool (scales -1: none)."""
 
     __slots__ = (
-        *("page_id", "level", "payload", "scales", "state", "refs", "hash", "is_sealed", "is_sink", "guards"),
-        *("last_use", "idle_rank", "turn", "num_prompt_tokens", "is_stuck"),
+        *(
+            "page_id",
+            "level",
+            "payload",
+            "scales",
+            "state",
+            "refs",
+            "readers",
+            "hash",
+            "is_sealed",
+            "is_sink",
+        ),
+        *("guards", "last_use", "idle_rank", "turn", "num_prompt_tokens", "is_stuck"),
     )
 
     def __init__(self, page_id: int, payload: int) -> None:
@@ -35,7 +46,8 @@ class Page:
         self.payload = payload
         self.scales = -1
         self.state = PageState.LIVE
-        self.refs = 1
+        self.refs = 1  # running requests that have it
+        self.readers = 0  # those of them that decode
         self.hash: Hashable | None = None  # set while the prefix cache can find it
         self.is_sealed = False
         self.is_sink = False  # first page of its sequence
@@ -69,7 +81,7 @@ class KVPool:
                 f"{(2 + 2 * self.last_level) * slot_bytes} ({2 + 2 * self.last_level} slots of {slot_bytes} bytes)"
             )
         self.counts = [[[0, 0] for _ in ladder] for _ in PageState]  # [state][level][is_sink]
-        self.live_refs = [0] * len(ladder)  # users of live pages by level
+        self.page_reads = [0] * len(ladder)  # pages that one decode step of all readers reads, by level
         self.num_moved = 0
         self._storage = storage
         self._next_id = 0
@@ -126,7 +138,6 @@ class KVPool:
         self._next_id += 1
         self._pages[page.page_id] = self._owners[address] = page
         self.counts[PageState.LIVE][0][0] += 1
-        self.live_refs[0] += 1
         return page
 
     def free(self, page: Page) -> None:
@@ -134,13 +145,11 @@ class KVPool:
         self.counts[page.state][page.level][page.is_sink] -= 1
         self._free_cells(page.payload, page.scales)
 
-    def add_user(self, page: Page) -> None:
-        page.refs += 1
-        self.live_refs[page.level] += 1
-
-    def remove_user(self, page: Page) -> None:
-        page.refs -= 1
-        self.live_refs[page.level] -= 1
+    def add_readers(self, pages: Iterable[Page], num: int) -> None:
+        """A decoding sequence begins (num 1) or ends (num -1) to read these pages in every step."""
+        for page in pages:
+            page.readers += num
+            self.page_reads[page.level] += num
 
     def set_state(self, page: Page, state: PageState) -> None:
         self.counts[page.state][page.level][page.is_sink] -= 1
@@ -186,8 +195,8 @@ class KVPool:
         self._free_cells(*source)
         self.counts[page.state][page.level][page.is_sink] -= 1
         self.counts[page.state][level][page.is_sink] += 1
-        self.live_refs[page.level] -= page.refs
-        self.live_refs[level] += page.refs
+        self.page_reads[page.level] -= page.readers
+        self.page_reads[level] += page.readers
         page.level, page.payload, page.scales = level, target.payload, target.scales
         self._owners[target.payload] = self._owners[target.scales] = page
         return True
@@ -221,9 +230,11 @@ class KVPool:
                     f"page {page.page_id}: {page.refs} users, state {page.state.name}, level {page.level}, "
                     f"sealed {page.is_sealed}"
                 )
-        refs = [sum(p.refs for p in self._pages.values() if p.level == lv) for lv in range(len(self.ladder))]
-        if refs != self.live_refs:
-            raise PoolIntegrityError(f"users by level: counted {refs}, booked {self.live_refs}")
+        reads = [0] * len(self.ladder)
+        for page in self._pages.values():
+            reads[page.level] += page.readers
+        if reads != self.page_reads:
+            raise PoolIntegrityError(f"page reads by level: counted {reads}, booked {self.page_reads}")
         if counts != self.counts:
             raise PoolIntegrityError(f"pages by state, level, sink: counted {counts}, booked {self.counts}")
         if cells != len(self._owners) or cells != sum(self.slots.used_cells):

@@ -44,3 +44,21 @@ class NoStorage:
 
     def move(self, moves: list[Move]) -> None:
         pass
+
+
+class CountingStorage:
+    """Passes everything on and counts it: pages converted, by level reached, and bytes moved."""
+
+    def __init__(self, inner: PageStorage, num_levels: int) -> None:
+        self._inner = inner
+        self.converted = [0] * num_levels
+        self.moved_bytes = 0
+
+    def convert(self, conversions: list[Conversion]) -> None:
+        self._inner.convert(conversions)
+        for conversion in conversions:
+            self.converted[conversion.to_level] += 1
+
+    def move(self, moves: list[Move]) -> None:
+        self._inner.move(moves)
+        self.moved_bytes += sum(move.num_bytes for move in moves)

@@ -1,0 +1,47 @@
+"""What a step's duration depends on, read off the batch and the pool in the same way for engine and simulator."""
+
+from typing import NamedTuple
+
+from kvpilot.engine.kv.pool import KVPool
+from kvpilot.engine.kv.storage import CountingStorage
+from kvpilot.engine.request import ScheduledRequest
+
+
+class StepFeatures(NamedTuple):
+    """`kv_bytes[l]`, `converted[l]`: by ladder level; bytes count a page's scales and its empty places too."""
+
+    prefill_tokens: int
+    prefill_attention: int  # pairs of a prefilled token and a token it attends to
+    decode_sequences: int
+    kv_bytes: tuple[int, ...]  # of the pages that decoding sequences read
+    converted: tuple[int, ...]  # pages re-encoded since the step before
+    moved_bytes: int  # by compaction since the step before
+
+
+class FeatureReader:
+    """Remembers what it has already counted; call `read` once per step, before it runs."""
+
+    def __init__(self, pool: KVPool, storage: CountingStorage) -> None:
+        self._pool = pool
+        self._storage = storage
+        self._converted = tuple(storage.converted)
+        self._moved_bytes = storage.moved_bytes
+
+    def read(self, batch: list[ScheduledRequest]) -> StepFeatures:
+        prefill_tokens = prefill_attention = decode_sequences = 0
+        for _, start, num_new, _ in batch:
+            if num_new == 1:
+                decode_sequences += 1
+            else:
+                prefill_tokens += num_new
+                prefill_attention += num_new * start + num_new * (num_new + 1) // 2
+        before, self._converted = self._converted, tuple(self._storage.converted)
+        moved_before, self._moved_bytes = self._moved_bytes, self._storage.moved_bytes
+        return StepFeatures(
+            prefill_tokens,
+            prefill_attention,
+            decode_sequences,
+            tuple(num * size for num, size in zip(self._pool.page_reads, self._pool.page_bytes, strict=True)),
+            tuple(now - earlier for now, earlier in zip(self._converted, before, strict=True)),
+            self._moved_bytes - moved_before,
+        )
