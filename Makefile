@@ -28,7 +28,7 @@ types: $(STAMP)  ## whatever the checkout is called: show pyright the root as <t
 	  && $(BIN)/pyright --pythonpath $(BIN)/python --project $$d/kvpilot; status=$$?; rm -rf $$d; exit $$status
 
 layers: $(STAMP)
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
 bench: $(STAMP)  ## benchmarks/README.md says what each one measures and what it needs
 	$(BIN)/python -P benchmarks/cpu_throughput.py
