@@ -101,8 +101,8 @@ async def run_servers(
 ) -> None:
     """Serve until `stop` is set, then drain. ConfigError if an address cannot be bound."""
     with contextlib.ExitStack() as stack:
-        public = stack.enter_context(_bind(config.host, config.port, "port"))
-        admin = stack.enter_context(_bind(config.admin_host, config.admin_port, "admin_port"))
+        public = stack.enter_context(bind(config.host, config.port, "port"))
+        admin = stack.enter_context(bind(config.admin_host, config.admin_port, "admin_port"))
         _warn_if_exposed(config.admin_host)
         async_engine = AsyncEngine(engine, tokenizer)
         app = create_app(async_engine, tokenizer, config.model_name, metrics)
@@ -144,16 +144,24 @@ def _server(app: FastAPI) -> _Server:
     )
 
 
-def _bind(host: str, port: int, name: str) -> socket.socket:
+def bind(host: str, port: int, name: str) -> socket.socket:
     """A listening socket; ConfigError names the setting."""
     if not 0 <= port <= 65535:  # getaddrinfo would take it modulo 65536
         raise ConfigError(f"{name}={port} is invalid: expected a port in [0, 65535], 0 for a free one")
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(address[:2], family=family, backlog=2048)
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        # The protocol is named (create_server leaves it at 0), or asyncio would not set TCP_NODELAY on what
+        # it accepts, and answers in two writes would wait 40 ms for a delayed ACK.
+        listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError(f"{name}={port}: cannot listen on {host}:{port}: {reason}") from error
+        raise ConfigError(f"{name}={port}: cannot listen on {host}:{port}: {error.strerror}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"{name}={port}: cannot listen on {host}:{port}: {error.strerror}") from error
     listener.setblocking(False)
     return listener
 

@@ -1,5 +1,6 @@
 """Signals and ports, on a whole process."""
 
+import asyncio
 import signal
 import socket
 import subprocess
@@ -96,6 +97,37 @@ def test_second_signal_exits_at_once(tmp_path):
                 pass
             child.send_signal(signal.SIGTERM)
             assert child.wait(20) == 1
+
+
+def test_accepted_connections_send_at_once():
+    from kvpilot.engine.server.run import bind
+
+    accepted = []
+
+    async def main():
+        listener = bind("127.0.0.1", 0, "port")
+
+        def note(reader, writer):
+            peer = writer.get_extra_info("socket")
+            accepted.append(peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        async with await asyncio.start_server(note, sock=listener):
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            assert await reader.read() == b""
+            writer.close()
+
+    asyncio.run(main())
+    assert accepted != [0]
+    assert len(accepted) == 1
+
+
+def test_unknown_host_is_said():
+    from kvpilot.engine.errors import ConfigError
+    from kvpilot.engine.server.run import bind
+
+    with pytest.raises(ConfigError, match=r"admin_port=0: cannot listen on 203\.0\.113\.1:0"):
+        bind("203.0.113.1", 0, "admin_port")
 
 
 def test_port_in_use_is_said_and_exits_with_1(tmp_path):
