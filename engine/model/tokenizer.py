@@ -56,9 +56,10 @@ class Tokenizer:
         """Token ids; special tokens spelt out in `text` become their ids. `add_special` puts the
         beginning-of-text token in front where the checkpoint asks for it."""
         try:
-            ids = self._backend.encode(text, add_special_tokens=False).ids
+            text.encode()
         except UnicodeEncodeError as error:  # a lone surrogate, which JSON can carry
             raise RequestError(f"the text is not valid Unicode: {error.reason}") from error
+        ids = self._backend.encode(text, add_special_tokens=False).ids
         return [self.bos_id, *ids] if add_special and self._add_bos and self.bos_id is not None else ids
 
     def decode(self, ids: Iterable[int]) -> str:

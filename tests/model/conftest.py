@@ -49,7 +49,7 @@ def _causal_attention(config: ModelConfig) -> Attend:
     inverse = torch.tensor(config.rope_inverse_frequencies, dtype=torch.float64)
 
     def attend(layer: int, qkv_TX: Tensor) -> Tensor:
-        heads_THD = qkv_TX.view(len(qkv_TX), -1, config.head_dim).transpose(0, 1)
+        heads_THD = qkv_TX.float().view(len(qkv_TX), -1, config.head_dim).transpose(0, 1)
         q, k, v = heads_THD.split([config.num_heads, config.num_kv_heads, config.num_kv_heads])
         return _attention(_rope(q, inverse), _rope(k, inverse), v).to(qkv_TX.dtype)
 
