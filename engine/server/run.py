@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from ipaddress import ip_address
@@ -24,6 +25,7 @@ from kvpilot.engine.server.openai import MetricsSource
 
 log = logging.getLogger(__name__)
 
+SWITCH_INTERVAL_SECONDS = 0.001  # of the GIL: at Python's 5 ms each of an answer's writes may wait that long
 LAST_BYTES_SECONDS = 5  # for answers that are complete to reach slow clients
 
 
@@ -60,6 +62,7 @@ def serve(engine: Engine, tokenizer: Tokenizer, metrics: MetricsSource, config: 
 
     The first signal drains: running requests end, new ones get 503. A second one exits at once.
     """
+    sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     try:
         asyncio.run(_serve_until_signal(engine, tokenizer, metrics, config))
     except ConfigError as error:
