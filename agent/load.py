@@ -48,8 +48,18 @@ class TurnResult:
             return None
         return (self.end - self.first_token) / (self.answer_tokens - 1)
 
+    @property
+    def answer_seconds(self) -> float | None:
+        """Until the last token."""
+        return None if self.end is None else self.end - self.sent
+
     def as_dict(self) -> dict[str, object]:
-        return {**asdict(self), "ttft_seconds": self.ttft_seconds, "inter_token": self.inter_token_seconds}
+        return {
+            **asdict(self),
+            "ttft_seconds": self.ttft_seconds,
+            "inter_token_seconds": self.inter_token_seconds,
+            "answer_seconds": self.answer_seconds,
+        }
 
 
 @dataclass(kw_only=True)

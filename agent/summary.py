@@ -51,6 +51,11 @@ def _mean_waiting(results: list[dict], samples: list[dict]) -> float | None:
     return sum(sample["waiting"] * sample["seconds"] for sample in samples) / seconds if seconds else None
 
 
+def _mean_answer(results: list[dict], samples: list[dict]) -> float | None:
+    seconds = [r["answer_seconds"] for r in results if r["status"] == "done"]
+    return sum(seconds) / len(seconds) if seconds else None
+
+
 def _preemptions(results: list[dict], samples: list[dict]) -> float:
     return sum(sample["preemptions"] for sample in samples)
 
@@ -62,8 +67,9 @@ def _most_tokens(results: list[dict], samples: list[dict]) -> float | None:
 METRICS = (
     _Metric("Answers completed", "higher", "{:.0f}", _answers),
     _Metric("Time to first token, median", "lower", "{:.2f} s", _of("ttft_seconds", 0.5)),
+    _Metric("Whole answer, mean", "lower", "{:.2f} s", _mean_answer),
     _Metric("Time to first token, 95 %", "lower", "{:.2f} s", _of("ttft_seconds", 0.95)),
-    _Metric("Between two tokens, median", "lower", "{:.3f} s", _of("inter_token", 0.5)),
+    _Metric("Between two tokens, median", "lower", "{:.3f} s", _of("inter_token_seconds", 0.5)),
     _Metric("Prefix cache hit rate", "higher", "{:.0%}", _ratio_of("hit_tokens", "query_tokens")),
     _Metric("Output tokens/s", "higher", "{:.0f}", _ratio_of("generation_tokens", "seconds")),
     _Metric(
