@@ -13,6 +13,7 @@ from torch import Tensor
 from kvpilot.engine import kernels
 from kvpilot.engine.kernels import PageTable, torch_ops
 from kvpilot.engine.kernels.cpu import LIBRARIES, CPUKernels
+from kvpilot.engine.kv.codecs.rotation import hadamard
 from kvpilot.engine.kv.formats import PageShape, payload_bytes, scale_bytes
 from kvpilot.engine.kv.torch_storage import TorchStorage
 
@@ -36,6 +37,15 @@ class Pool(NamedTuple):
         ]
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small tensors: more threads only wait for each other on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(params=["torch", "v4", "v3", "any"])
 def implementation(request: pytest.FixtureRequest):
     """`torch_ops`, or CPUKernels over one library."""
@@ -53,6 +63,24 @@ def implementation(request: pytest.FixtureRequest):
 @pytest.fixture
 def make_pool() -> Callable[..., Pool]:
     return _make_pool
+
+
+@pytest.fixture
+def rope_reference() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    return _rope_reference
+
+
+def _rope_reference(qkv, positions, inverse_frequencies, num_heads, num_kv_heads, head_dim):
+    """q, k and v in float64, after RoPE and in the cache's basis."""
+    x = qkv.double().view(len(positions), -1, head_dim)
+    angle = torch.tensor(positions, dtype=torch.float64)[:, None] * torch.tensor(inverse_frequencies)
+    turn = torch.polar(torch.ones_like(angle), angle)[:, None]
+    a, b = x[:, : num_heads + num_kv_heads].chunk(2, -1)
+    turned = torch.complex(a, b) * turn
+    x[:, : num_heads + num_kv_heads] = torch.cat((turned.real, turned.imag), -1)
+    if (basis := hadamard(head_dim)) is not None:
+        x[:, : num_heads + num_kv_heads] @= basis.double()
+    return x.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
 
 
 def _make_pool(

@@ -5,30 +5,17 @@ import pytest
 import torch
 
 from kvpilot.engine.attention import rope_tables
-from kvpilot.engine.kv.codecs.rotation import hadamard
 from kvpilot.engine.kv.formats import PageShape, payload_bytes
 from kvpilot.engine.kv.torch_storage import TorchStorage
 
 LAYER = 1
 
 
-def reference(qkv, positions, inverse_frequencies, num_heads, num_kv_heads, head_dim):
-    x = qkv.double().view(len(positions), -1, head_dim)
-    angle = torch.tensor(positions, dtype=torch.float64)[:, None] * torch.tensor(inverse_frequencies)
-    turn = torch.polar(torch.ones_like(angle), angle)[:, None]
-    a, b = x[:, : num_heads + num_kv_heads].chunk(2, -1)
-    turned = torch.complex(a, b) * turn
-    x[:, : num_heads + num_kv_heads] = torch.cat((turned.real, turned.imag), -1)
-    if (basis := hadamard(head_dim)) is not None:
-        x[:, : num_heads + num_kv_heads] @= basis.double()
-    return x.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-
-
 @pytest.mark.parametrize("head_dim", [24, 64, 80, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stored", ["fp32", "bf16"])
 @pytest.mark.parametrize("num_tokens", [1, 40])
-def test_q_k_and_v_of_every_token(implementation, head_dim, dtype, stored, num_tokens):
+def test_q_k_and_v_of_every_token(implementation, rope_reference, head_dim, dtype, stored, num_tokens):
     shape = PageShape(num_layers=3, num_kv_heads=2, head_dim=head_dim, page_size=8)
     page_bytes = payload_bytes(stored, shape)
     storage = TorchStorage(shape, (stored,), 8 * page_bytes)
@@ -43,7 +30,7 @@ def test_q_k_and_v_of_every_token(implementation, head_dim, dtype, stored, num_t
 
     q_THD = implementation.rope_rotate_write(qkv, positions, places, rope, storage, LAYER, 6)
 
-    q, k, v = reference(qkv, positions, inverse_frequencies, 6, 2, head_dim)
+    q, k, v = rope_reference(qkv, positions, inverse_frequencies, 6, 2, head_dim)
     tolerance = {"rtol": 2**-8, "atol": 1e-4} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 3e-5}
     torch.testing.assert_close(q_THD.double(), q, **tolerance)
     tolerance = {"rtol": 2**-8, "atol": 1e-4} if stored == "bf16" else {"rtol": 1e-5, "atol": 3e-5}
