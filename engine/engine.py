@@ -62,7 +62,7 @@ class Engine:
         self._quality_loss = dict(quality_loss or {})
         self._requests: dict[str, Request] = {}
         self._reserve_slots = ceil(config.reserve_fraction * self.pool.num_slots)
-        self.is_reclaiming = False  # the last step left work for the background reclaimer
+        self.is_reclaiming = False  # the next step has work for the background reclaimer
         self._step_seconds = 0.1  # moving average, for Retry-After
 
     def _check_max_model_len(self, model_max_len: int) -> int:
@@ -146,13 +146,13 @@ class Engine:
         batch = self.scheduler.schedule(start)
         if not batch:
             return []
+        self.is_reclaiming = self.cache.reclaim_in_background(self._reserve_slots, start)
         sampled, repeats = self._run(batch, start)
         now = self.clock()
         outputs = self.scheduler.commit(batch, sampled, now, repeats)
         for output in outputs:
             if output.finish_reason is not None:
                 del self._requests[output.request.request_id]
-        self.is_reclaiming = self.cache.reclaim_in_background(self._reserve_slots, now)
         self._book_steps((now - start) / repeats, repeats)
         return outputs
 

@@ -35,6 +35,7 @@ class Scheduler:
         self.reserve_slots = ceil(config.reserve_fraction * cache.pool.num_slots)
         self._stats = stats
         self.num_since_forced = FORCED_EVERY
+        self._has_tried_to_admit = True  # in this step; not if somebody was preempted
 
     def add(self, request: Request) -> None:
         insort(self.waiting, request, key=lambda r: r.arrival_time)
@@ -48,7 +49,8 @@ class Scheduler:
     def schedule(self, now: float) -> list[ScheduledRequest]:
         """The requests and token ranges of the next step; empty if nothing can run."""
         self.cache.tick(now)
-        if self._grow(now):
+        self._has_tried_to_admit = self._grow(now)
+        if self._has_tried_to_admit:
             self._admit(now)
         return self._next_batch()
 
@@ -240,6 +242,8 @@ class Scheduler:
     def quiet_steps(self, batch: list[ScheduledRequest], now: float) -> int:
         """How many equal steps, this one included, decide nothing but time: the same requests decode, none ends,
         none needs or fills a page. What the clock alone can change is said by `next_deadline`."""
+        if not self._has_tried_to_admit:
+            return 1
         page_size = self._page_size
         quiet = 1 << 30
         for request, start, num_new, samples in batch:
