@@ -55,9 +55,9 @@ def model_config(raw: dict[str, Any], generation: dict[str, Any], has_qkv_bias: 
 def _full_attention_span(raw: dict[str, Any]) -> int:
     """Sequences no longer than a sliding window see all of themselves: up to there the model is exact."""
     longest = _integer(raw, "max_position_embeddings")
-    window = raw.get("sliding_window")
+    window = raw.get("sliding_window") or longest
     # Qwen names a window that it uses only if told to; Mistral uses the one it names.
-    active = window and raw.get("use_sliding_window", raw.get("model_type") == "mistral")
+    active = raw.get("use_sliding_window", raw.get("model_type") == "mistral")
     return min(longest, window) if active else longest
 
 

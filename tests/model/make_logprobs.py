@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
 
 PROMPTS = [
     "def f(x):\n    return x ** 2  # square\n",

@@ -7,7 +7,7 @@ python tests/model/make_token_ids.py SmolLM2-135M-Instruct.Q4_1.gguf > tests/mod
 import json
 import sys
 
-import llama_cpp
+import llama_cpp  # pyright: ignore[reportMissingImports]
 
 TEXTS = [
     "",

@@ -8,6 +8,7 @@ GOLDEN holds the first four logits of the last token, by transformers 5.24 on th
 import pytest
 import torch
 
+from kvpilot.engine.kv.codecs.rotation import hadamard
 from kvpilot.engine.model.llama import Llama
 from kvpilot.engine.model.load import read_checkpoint
 
@@ -79,8 +80,6 @@ def test_logits_of_a_row_do_not_depend_on_the_others(tmp_path, write_checkpoint,
 
 
 def test_attend_gets_q_k_and_rotated_v(tmp_path, write_checkpoint):
-    from kvpilot.engine.kv.codecs.rotation import hadamard
-
     checkpoint = read_checkpoint(write_checkpoint(tmp_path, architecture="qwen2"))
     config = checkpoint.config
     seen = []
@@ -97,6 +96,8 @@ def test_attend_gets_q_k_and_rotated_v(tmp_path, write_checkpoint):
         * checkpoint.get("layers.0.attn_norm")
     )
     q, k, v = (x @ checkpoint.get(f"layers.0.{p}").T + checkpoint.get(f"layers.0.{p}_bias") for p in "qkv")
-    v = (v.view(len(TOKENS), -1, config.head_dim) @ hadamard(config.head_dim)).flatten(1)
+    rotation = hadamard(config.head_dim)
+    assert rotation is not None
+    v = (v.view(len(TOKENS), -1, config.head_dim) @ rotation).flatten(1)
     assert len(seen) == config.num_layers
     torch.testing.assert_close(seen[0], torch.cat([q, k, v], -1), atol=1e-4, rtol=1e-4)

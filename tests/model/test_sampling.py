@@ -135,12 +135,12 @@ def test_logprobs_are_those_of_the_untouched_distribution():
         SamplingParams(logprobs=0),
         SamplingParams(),
     ]
-    first, second, third = sample(logits.expand(3, -1), params, [0, 0, 0])
-    assert first.logprobs.chosen == pytest.approx(math.log(0.5), abs=1e-5)
-    assert [token for token, _ in first.logprobs.top] == [0, 1]
-    assert [value for _, value in first.logprobs.top] == pytest.approx(
-        [math.log(0.5), math.log(0.3)], abs=1e-5
-    )
-    assert second.logprobs.top == []
-    assert second.logprobs.chosen == pytest.approx(math.log(0.5), abs=1e-5)
-    assert third.logprobs is None
+    first, second, third = [s.logprobs for s in sample(logits.expand(3, -1), params, [0, 0, 0])]
+    assert first is not None
+    assert second is not None
+    assert first.chosen == pytest.approx(math.log(0.5), abs=1e-5)
+    assert [token for token, _ in first.top] == [0, 1]
+    assert [value for _, value in first.top] == pytest.approx([math.log(0.5), math.log(0.3)], abs=1e-5)
+    assert second.top == []
+    assert second.chosen == pytest.approx(math.log(0.5), abs=1e-5)
+    assert third is None
