@@ -73,9 +73,9 @@ class Scheduler:
         for request in list(self.running):
             while request.pages and request.num_tokens > len(request.pages) * self._page_size:
                 if self.cache.reclaim(1, now, Take.GROWTH):
-                    page = self.cache.allocate()
-                    request.pages.append(page)
-                    self.cache.pool.add_readers([page], 1)
+                    new_pages = self.cache.allocate(1)
+                    request.pages += new_pages
+                    self.cache.pool.add_readers(new_pages, 1)
                     continue
                 victim = self.running[-1]
                 self._preempt(victim, now)  # takes its pages, which ends the loop if it is the request itself
@@ -152,7 +152,7 @@ class Scheduler:
         request.turn = 1 + pages[-1].turn if pages else 1
         request.num_computed = len(pages) * self._page_size
         request.num_sealed = len(pages)
-        request.pages = pages + [self.cache.allocate() for _ in range(num_new)]
+        request.pages = pages + self.cache.allocate(num_new)
         self.waiting.remove(request)
         self.running.append(request)
         self._note_decoding(request)

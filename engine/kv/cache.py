@@ -10,6 +10,7 @@ stepped down.
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from enum import StrEnum
+from itertools import groupby
 from math import inf
 
 from kvpilot.engine.config import Knobs
@@ -67,19 +68,22 @@ class KVCache:
     # ------------------------------------------------------------------ users of pages
     def acquire(self, pages: list[Page], now: float) -> None:
         """One more user for each of these cached pages, the leading pages of a sequence."""
+        idle = [page for page in pages if page.refs == 0]
+        for last_use, group in groupby(page.last_use for page in idle):
+            self._stats.observe("page_reuse_gap_seconds", now - last_use, sum(1 for _ in group))
+        for page in idle:
+            self._leave_idle(page)
+            self.pool.set_state(page, PageState.LIVE)
+            self._live_sealed[page.level][page] = None
         for page in pages:
-            if page.refs == 0:
-                self._stats.observe("page_reuse_gap_seconds", now - page.last_use)
-                self._leave_idle(page)
-                self.pool.set_state(page, PageState.LIVE)
-                self._live_sealed[page.level][page] = None
             page.refs += 1
         for page in self.tail(pages, len(pages)):
             page.guards += 1
 
-    def allocate(self) -> Page:
-        self._stats.add("pages_allocated")
-        return self.pool.allocate()
+    def allocate(self, num_pages: int) -> list[Page]:
+        """Open pages for a running request; the caller has made room."""
+        self._stats.add("pages_allocated", num_pages)
+        return [self.pool.allocate() for _ in range(num_pages)]
 
     def seal(self, pages: list[Page], index: int, block: Hashable) -> None:
         """Page `index` of a running sequence is full and becomes findable.

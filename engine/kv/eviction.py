@@ -128,7 +128,9 @@ class IdleQueue:
         self._policy = policy
         self._members: dict[Page, int] = {}  # idle_rank when added
         self._old: dict[int, list[_Entry]] = {}  # the least valuable on top
-        self._new: dict[int, list[_Entry]] = {}  # the most valuable on top
+        self._new: dict[int, list[_Entry]] | None = (
+            None  # the most valuable on top; made when first asked for
+        )
 
     def __len__(self) -> int:
         return len(self._members)
@@ -137,7 +139,8 @@ class IdleQueue:
         bucket, order, rank = self._policy.bucket(page), self._policy.order(page), page.idle_rank
         self._members[page] = rank
         heapq.heappush(self._old.setdefault(bucket, []), (order, rank, page))
-        heapq.heappush(self._new.setdefault(bucket, []), (-order, -rank, page))
+        if self._new is not None:
+            heapq.heappush(self._new.setdefault(bucket, []), (-order, -rank, page))
 
     def remove(self, page: Page) -> None:
         del self._members[page]
@@ -151,6 +154,11 @@ class IdleQueue:
 
     def last(self, now: float) -> Page | None:
         """The most valuable page; within a bucket, of equal order, the one idle shortest."""
+        if self._new is None:
+            self._new = {
+                bucket: sorted((-order, -rank, page) for order, rank, page in heap)
+                for bucket, heap in self._old.items()
+            }
         heads = [head for heap in self._new.values() if (head := self._head(heap, -1))]
         if len(heads) <= 1:
             return heads[0] if heads else None

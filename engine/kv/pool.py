@@ -96,7 +96,7 @@ class KVPool:
     @property
     def reserved_slots(self) -> int:
         """Free slots kept for conversions: one per quantized class that has no open cell."""
-        return sum(not self.slots.has_hole(cls) for cls in range(1, len(self.slots.cell_bytes)))
+        return len(self.slots.cell_bytes) - 1 - self.slots.num_classes_with_hole
 
     @property
     def available_slots(self) -> int:
@@ -203,6 +203,8 @@ class KVPool:
 
     def compact(self) -> bool:
         """Free one slot by moving the cells of the emptiest one into holes of others; False if none is to be won."""
+        if not self.slots.may_compact:
+            return False
         for cls in range(1, len(self.slots.cell_bytes)):
             addresses = self.slots.sparse_slot(cls)
             if addresses:

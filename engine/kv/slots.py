@@ -24,6 +24,8 @@ class SlotAllocator:
         self._mask = [0] * num_slots  # bit i: cell i is taken
         self._free = list(range(num_slots - 1, -1, -1))
         self._partial: list[dict[int, None]] = [{} for _ in cell_bytes]  # slots with a taken and an open cell
+        self._num_partial = 0  # over all classes
+        self.num_classes_with_hole = 0  # classes of which a cell can be had without a free slot
 
     @property
     def num_free(self) -> int:
@@ -49,9 +51,9 @@ class SlotAllocator:
         self._mask[slot] = mask
         self.used_cells[cls] += 1
         if mask == (1 << self.per_slot[cls]) - 1:
-            partial.pop(slot, None)
+            self._remove_partial(cls, slot)
         else:
-            partial[slot] = None
+            self._add_partial(cls, slot)
         return slot * self.slot_bytes + index * self.cell_bytes[cls]
 
     def free(self, address: int) -> None:
@@ -63,11 +65,30 @@ class SlotAllocator:
         self._mask[slot] &= ~bit
         self.used_cells[cls] -= 1
         if self._mask[slot]:
-            self._partial[cls][slot] = None
+            self._add_partial(cls, slot)
         else:
-            self._partial[cls].pop(slot, None)
+            self._remove_partial(cls, slot)
             self._class[slot] = FREE
             self._free.append(slot)
+
+    @property
+    def may_compact(self) -> bool:
+        """Some class has more than one partly filled slot."""
+        return self._num_partial > self.num_classes_with_hole
+
+    def _add_partial(self, cls: int, slot: int) -> None:
+        partial = self._partial[cls]
+        if slot not in partial:
+            self.num_classes_with_hole += not partial
+            self._num_partial += 1
+            partial[slot] = None
+
+    def _remove_partial(self, cls: int, slot: int) -> None:
+        partial = self._partial[cls]
+        if slot in partial:
+            del partial[slot]
+            self._num_partial -= 1
+            self.num_classes_with_hole -= not partial
 
     def sparse_slot(self, cls: int) -> list[int] | None:
         """Addresses of the cells of the emptiest slot of this class whose cells fit into the holes of others.
@@ -89,11 +110,10 @@ class SlotAllocator:
         """Take a cell of the same class in another partly filled slot and free this one; returns the new address."""
         slot = address // self.slot_bytes
         cls = self._class[slot]
-        partial = self._partial[cls]
-        partial.pop(slot)  # so that the new cell is not in the slot being emptied
+        self._remove_partial(cls, slot)  # so that the new cell is not in the slot being emptied
         target = self.allocate(cls)
         assert target is not None
-        partial[slot] = None
+        self._add_partial(cls, slot)
         self.free(address)
         return target
 
@@ -111,6 +131,10 @@ class SlotAllocator:
                 raise PoolIntegrityError(
                     f"slot {slot}: cells {mask:b} of class {cls}, partial list disagrees"
                 )
+        partial = [len(slots) for slots in self._partial]
+        if sum(partial) != self._num_partial or sum(map(bool, partial)) != self.num_classes_with_hole:
+            booked = (self._num_partial, self.num_classes_with_hole)
+            raise PoolIntegrityError(f"partial slots by class: counted {partial}, booked {booked}")
         if counts != self.used_cells:
             raise PoolIntegrityError(f"cells by class: counted {counts}, booked {self.used_cells}")
         num_free = sum(cls == FREE for cls in self._class)

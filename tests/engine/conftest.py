@@ -10,7 +10,6 @@ from kvpilot.engine.engine import Engine
 from kvpilot.engine.kv.formats import PageShape
 from kvpilot.engine.kv.storage import NoStorage
 from kvpilot.engine.request import SampledToken, ScheduledRequest
-from kvpilot.engine.runners.base import Runner
 
 SHAPE = PageShape(num_layers=2, num_kv_heads=1, head_dim=64, page_size=8)
 SLOT_BYTES = SHAPE.num_values * 2
@@ -20,12 +19,10 @@ class StubRunner:
     """Draws pseudo-random tokens; checks what the interface promises to a runner."""
 
     def __init__(self, page_size: int) -> None:
-        self.before_run: Callable[[], None] = lambda: None
         self._random = random.Random(0)
         self._page_size = page_size
 
     def execute(self, batch: list[ScheduledRequest]) -> list[SampledToken | None]:
-        self.before_run()
         for request, start, num_new, _ in batch:
             end = start + num_new
             assert len(request.pages) * self._page_size >= end, "a token without a page"
@@ -50,15 +47,10 @@ def clock() -> VirtualClock:
 
 
 @pytest.fixture
-def stub_runner() -> StubRunner:
-    return StubRunner(SHAPE.page_size)
-
-
-@pytest.fixture
 def make_engine(clock: VirtualClock) -> Callable[..., Engine]:
-    def make(num_slots: int = 32, runner: Runner | None = None, **config: object) -> Engine:
+    def make(num_slots: int = 32, **config: object) -> Engine:
         defaults = {"page_size": SHAPE.page_size, "prefill_chunk": 32, "tail_tokens": 16}
         settings = EngineConfig(pool_bytes=num_slots * SLOT_BYTES, **{**defaults, **config})
-        return Engine(settings, SHAPE, runner or StubRunner(SHAPE.page_size), NoStorage(), clock=clock)
+        return Engine(settings, SHAPE, StubRunner(SHAPE.page_size), NoStorage(), clock=clock)
 
     return make

@@ -40,26 +40,27 @@ schedules = st.lists(st.tuples(st.integers(0, 60), knob_changes), max_size=6)
     eviction=st.sampled_from(["lru", "hazard"]),
     starvation=st.sampled_from([0.0, 5.0, 300.0]),
 )
-def test_every_request_ends(
-    make_engine, stub_runner, clock, arrivals, schedule, num_slots, eviction, starvation
-):
+def test_every_request_ends(make_engine, clock, arrivals, schedule, num_slots, eviction, starvation):
     clock.now = 0.0
     engine: Engine = make_engine(
         num_slots,
-        stub_runner,
         max_batch_ceiling=MAX_ADMISSIONS_PER_STEP,
         knobs=Knobs(max_batch=4),
         eviction=eviction,
         starvation_seconds=starvation,
     )
 
-    def before_run() -> None:
+    schedule_step = engine.scheduler.schedule
+
+    def checked_schedule(now: float):
+        preemptions_before = engine.stats.count("preemptions")
+        batch = schedule_step(now)
         engine.check_integrity()
         if engine.stats.count("preemptions") == preemptions_before:
             _check_nobody_waits_in_vain(engine, starvation)
+        return batch
 
-    stub_runner.before_run = before_run
-    preemptions_before = 0.0
+    engine.scheduler.schedule = checked_schedule
     pending = sorted(arrivals)
     changes = sorted(schedule, key=lambda change: change[0])
     ended: dict[str, FinishReason] = {}
@@ -74,7 +75,6 @@ def test_every_request_ends(
             accepted[name] = min(num_output, engine.max_model_len - len(prompt))
         while changes and changes[0][0] <= step:
             engine.patch_knobs(changes.pop(0)[1])
-        preemptions_before = engine.stats.count("preemptions")
         oldest_running = engine.scheduler.running[0] if engine.scheduler.running else None
         before = oldest_running.num_computed if oldest_running else 0
         for output in engine.step():
