@@ -45,7 +45,7 @@ class PatchResult:
 
 
 class EngineClient:
-    """Blocking; every call ends within `timeout_seconds` or raises EngineUnavailableError."""
+    """Blocking; no wait for the engine is longer than `timeout_seconds`, or EngineUnavailableError is raised."""
 
     def __init__(self, *, url: str, admin_url: str, token: str, timeout_seconds: float = 5.0) -> None:
         self._knobs_url = f"{_checked_url(admin_url, 'admin_url')}/admin/knobs"
