@@ -19,7 +19,7 @@ TARGETS = (
     if platform.machine() == "x86_64"
     else {"any": []}
 )
-HEADERS = ("simd", "formats", "elementwise", "attention", "convert")
+HEADERS = ("simd", "formats", "elementwise", "attention", "convert", "prefill")
 
 setup(
     ext_modules=[

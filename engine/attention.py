@@ -116,21 +116,10 @@ class PagedAttention:
             )
         for chunk in plan.chunks:
             rows = slice(chunk.begin, chunk.end)
-            out_THD[rows] = self._prefill(layer, q_THD[rows], chunk)
+            out_THD[rows] = kernels.prefill_attention(
+                q_THD[rows], self._storage, layer, chunk.cells, chunk.start
+            )
         return out_THD.flatten(1)
-
-    def _prefill(self, layer: int, q_THD: Tensor, chunk: PrefillChunk) -> Tensor:
-        """Past tokens without a mask, the chunk itself causal; both as stored, so that the result does not
-        depend on where chunks begin."""
-        k_HSD, v_HSD = kernels.gather_pages(self._storage, layer, chunk.cells, chunk.num_tokens, self._dtype)
-        q_HTD = q_THD.transpose(0, 1)
-        start = chunk.start
-        out, lse = _flash(q_HTD, k_HSD[:, start:], v_HSD[:, start:], causal=True)
-        if start == 0:
-            return out.transpose(0, 1)
-        past_out, past_lse = _flash(q_HTD, k_HSD[:, :start], v_HSD[:, :start], causal=False)
-        past_share = torch.sigmoid(past_lse - lse)[..., None]  # of the softmax mass
-        return torch.lerp(out.float(), past_out.float(), past_share).transpose(0, 1)
 
 
 def _page_table(decodes: list[tuple[int, NDArray[np.int64], int]]) -> PageTable:
@@ -139,11 +128,3 @@ def _page_table(decodes: list[tuple[int, NDArray[np.int64], int]]) -> PageTable:
         indptr=np.cumsum([0, *(len(cells) for _, cells, _ in decodes)]),
         num_tokens=np.array([num_tokens for _, _, num_tokens in decodes]),
     )
-
-
-def _flash(q_HTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Output [H, T, D] and natural log-sum-exp [H, T]; causal takes T == S."""
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q_HTD[None], k_HSD[None], v_HSD[None], 0.0, causal
-    )
-    return out[0], lse[0]

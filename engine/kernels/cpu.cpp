@@ -6,6 +6,7 @@
 #include "attention.h"
 #include "convert.h"
 #include "elementwise.h"
+#include "prefill.h"
 
 namespace {
 
@@ -152,6 +153,31 @@ PyObject* gather_pages(PyObject*, PyObject* const* args, Py_ssize_t) {
     Py_RETURN_NONE;
 }
 
+PyObject* has_bf16_prefill(PyObject*, PyObject* const*, Py_ssize_t) {
+#if defined(KV_BF16_DOT)
+    return PyBool_FromLong(__builtin_cpu_supports("avx512bf16"));
+#else
+    Py_RETURN_FALSE;
+#endif
+}
+
+#if defined(KV_BF16_DOT)
+PyObject* prefill_attention(PyObject*, PyObject* const* args, Py_ssize_t) {
+    Arguments a(args);
+    const kv::Layout layout = a.layout();
+    const int64_t layer = a.integer(), num_heads = a.integer(), num_new = a.integer(), start = a.integer();
+    const int64_t threads = a.integer();
+    auto pool = a.address<uint8_t>();
+    auto q = a.address<kv::bf16>(), out = a.address<kv::bf16>();
+    auto pages = a.array<kv::PageCells>();
+    if (a.failed()) return nullptr;
+    Py_BEGIN_ALLOW_THREADS;
+    kv::PrefillCall{layout, layer, num_heads, num_new, start, threads, pool, q, out, pages}.run();
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+#endif
+
 PyObject* convert_page(PyObject*, PyObject* const* args, Py_ssize_t) {
     Arguments a(args);
     const kv::Layout layout = a.layout();
@@ -174,7 +200,11 @@ PyObject* convert_page(PyObject*, PyObject* const* args, Py_ssize_t) {
 #define KV_METHOD(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, nullptr}
 PyMethodDef methods[] = {KV_METHOD(rms_norm),         KV_METHOD(add_to),       KV_METHOD(silu_mul),
                          KV_METHOD(rope_rotate_write), KV_METHOD(decode_attention), KV_METHOD(gather_pages),
-                         KV_METHOD(convert_page),     {nullptr, nullptr, 0, nullptr}};
+                         KV_METHOD(convert_page),     KV_METHOD(has_bf16_prefill),
+#if defined(KV_BF16_DOT)
+                         KV_METHOD(prefill_attention),
+#endif
+                         {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "cpu", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace

@@ -44,11 +44,18 @@ def load_library() -> ModuleType | None:
     return None
 
 
+def library_name(library: ModuleType) -> str:
+    """The instruction set in a library's name: "v4", "v3" or "any"."""
+    assert library.__spec__ is not None
+    return library.__spec__.name.rpartition("_")[2]
+
+
 class CPUKernels:
     """The functions of `torch_ops`, bound to one library."""
 
     def __init__(self, library: ModuleType) -> None:
         self._library = library
+        self._has_bf16_prefill: bool = library.has_bf16_prefill()
 
     def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         if not (_is_plain(x_TH) and _is_plain(weight_H)):
@@ -179,6 +186,29 @@ class CPUKernels:
             FLOATS[dtype],
         )
         return k_HSD, v_HSD
+
+    def prefill_attention(
+        self, q_THD: Tensor, storage: "TorchStorage", layer: int, cells: NDArray[np.int64], start: int
+    ) -> Tensor:
+        shape, num_tokens = storage.shape, start + len(q_THD)
+        is_native = self._has_bf16_prefill and q_THD.dtype == torch.bfloat16 and shape.head_dim % 64 == 0
+        if not (is_native and _covers(shape, q_THD.shape[1]) and q_THD.is_contiguous()):
+            k_HSD, v_HSD = self.gather_pages(storage, layer, cells, num_tokens, q_THD.dtype)
+            return torch_ops.dense_prefill(q_THD, k_HSD, v_HSD, start)
+        out_THD = torch.empty_like(q_THD)
+        self._library.prefill_attention(
+            storage.layout,
+            layer,
+            q_THD.shape[1],
+            len(q_THD),
+            start,
+            torch.get_num_threads(),
+            storage.pool.data_ptr(),
+            q_THD.data_ptr(),
+            out_THD.data_ptr(),
+            cells,
+        )
+        return out_THD
 
     def convert_page(self, storage: "TorchStorage", conversion: Conversion) -> None:
         source, from_level, target, to_level = conversion

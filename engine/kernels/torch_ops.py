@@ -115,6 +115,34 @@ def decode_attention(q_BHD: Tensor, storage: "TorchStorage", layer: int, table: 
     return out_BHD
 
 
+def prefill_attention(
+    q_THD: Tensor, storage: "TorchStorage", layer: int, cells: NDArray[np.int64], start: int
+) -> Tensor:
+    """Causal attention of tokens start .. start + T - 1 of one sequence over its pages, the chunk's own K and V
+    included (as stored, so that the result does not depend on where chunks begin): [T, num_heads, D]."""
+    k_HSD, v_HSD = gather_pages(storage, layer, cells, start + len(q_THD), q_THD.dtype)
+    return dense_prefill(q_THD, k_HSD, v_HSD, start)
+
+
+def dense_prefill(q_THD: Tensor, k_HSD: Tensor, v_HSD: Tensor, start: int) -> Tensor:
+    """`prefill_attention` over dense K and V: the past without a mask, the chunk causal, merged."""
+    q_HTD = q_THD.transpose(0, 1)
+    out, lse = _flash(q_HTD, k_HSD[:, start:], v_HSD[:, start:], causal=True)
+    if start > 0:
+        past_out, past_lse = _flash(q_HTD, k_HSD[:, :start], v_HSD[:, :start], causal=False)
+        past_share = torch.sigmoid(past_lse - lse)[..., None]  # of the softmax mass
+        out = torch.lerp(out.float(), past_out.float(), past_share).to(q_THD.dtype)
+    return out.transpose(0, 1)
+
+
+def _flash(q_HTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Output [H, T, D] and natural log-sum-exp [H, T]; causal takes T == S."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q_HTD[None], k_HSD[None], v_HSD[None], 0.0, causal
+    )
+    return out[0], lse[0]
+
+
 def convert_page(storage: "TorchStorage", conversion: Conversion) -> None:
     """Re-encodes one page. NonFiniteError if the target's codec cannot hold it; the source is never touched,
     and what the target's cell holds after an error is undefined."""

@@ -79,8 +79,8 @@ def rows(num_tokens: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 def assert_close(actual, expected, dtype):
     assert actual.dtype == dtype
-    tolerance = {"rtol": 2**-7, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close(actual.double(), expected, **tolerance)
+    rtol, atol = (2**-7, 2e-2) if dtype == torch.bfloat16 else (1e-5, 1e-5)
+    torch.testing.assert_close(actual.double(), expected, rtol=rtol, atol=atol)
 
 
 CASES = [(torch.float32, "fp32"), (torch.float32, "bf16"), (torch.bfloat16, "bf16")]

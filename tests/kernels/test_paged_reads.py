@@ -21,6 +21,17 @@ def attention(q_BHD, pool, layer):
     return torch.stack(rows)
 
 
+def causal_attention(q_THD, pool, layer, start):
+    """The same for a chunk of the only sequence of `pool`."""
+    (k,), (v,) = pool.k_BLHSD, pool.v_BLHSD
+    rows = []
+    for t, q_HD in enumerate(q_THD.double()):
+        q_HGD, seen = q_HD.view(k.shape[1], -1, k.shape[-1]), start + t + 1
+        weights = torch.softmax(q_HGD @ k[layer, :, :seen].mT / math.sqrt(k.shape[-1]), -1)
+        rows.append((weights @ v[layer, :, :seen]).flatten(0, 1))
+    return torch.stack(rows)
+
+
 def queries(pool, group, dtype, scale=1.0):
     shape = pool.storage.shape
     generator = torch.Generator().manual_seed(7)
@@ -83,6 +94,26 @@ def test_scores_far_beyond_the_range_of_exp(implementation, make_pool):
     q = queries(pool, 2, torch.float32, scale=1000.0)
     out = implementation.decode_attention(q, pool.storage, 0, pool.table)
     torch.testing.assert_close(out.double(), attention(q, pool, 0), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group", "page_size"), [(64, 3, 32), (64, 1, 16), (64, 7, 6), (80, 2, 32), (128, 4, 32)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("start", "num_new"), [(0, 2), (0, 64), (63, 2), (37, 91), (150, 33)])
+def test_prefill_over_mixed_levels(
+    implementation, make_pool, head_dim, group, page_size, dtype, start, num_new
+):
+    shape = PageShape(num_layers=2, num_kv_heads=2, head_dim=head_dim, page_size=page_size)
+    pool = make_pool(shape, MIXED, (start + num_new,), levels=(0, 2, 1))
+    q = torch.randn(num_new, 2 * group, head_dim, generator=torch.Generator().manual_seed(3)).to(dtype)
+    out = implementation.prefill_attention(q, pool.storage, 1, pool.table.cells, start)
+    expected = causal_attention(q, pool, 1, start)
+    assert out.dtype == dtype
+    atol = 2e-2 if dtype == torch.bfloat16 else 1e-5  # bf16: K, V and probabilities are rounded
+    torch.testing.assert_close(
+        out.double(), expected, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=atol
+    )
 
 
 @pytest.mark.parametrize(("codec", "tolerance"), [("int8", 0.02), ("fp8", 0.06), ("int4", 0.2)])

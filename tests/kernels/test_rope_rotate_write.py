@@ -11,6 +11,11 @@ from kvpilot.engine.kv.torch_storage import TorchStorage
 LAYER = 1
 
 
+def assert_close(actual, expected, rounded_to):
+    rtol, atol = (2**-8, 1e-4) if rounded_to == torch.bfloat16 else (1e-5, 3e-5)
+    torch.testing.assert_close(actual.double(), expected, rtol=rtol, atol=atol)
+
+
 @pytest.mark.parametrize("head_dim", [24, 64, 80, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stored", ["fp32", "bf16"])
@@ -31,14 +36,13 @@ def test_q_k_and_v_of_every_token(implementation, rope_reference, head_dim, dtyp
     q_THD = implementation.rope_rotate_write(qkv, positions, places, rope, storage, LAYER, 6)
 
     q, k, v = rope_reference(qkv, positions, inverse_frequencies, 6, 2, head_dim)
-    tolerance = {"rtol": 2**-8, "atol": 1e-4} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 3e-5}
-    torch.testing.assert_close(q_THD.double(), q, **tolerance)
-    tolerance = {"rtol": 2**-8, "atol": 1e-4} if stored == "bf16" else {"rtol": 1e-5, "atol": 3e-5}
+    assert q_THD.dtype == dtype
+    assert_close(q_THD, q, dtype)
     untouched = torch.ones(8, 3, 2, 2, 8, dtype=torch.bool)
     for t, slot in enumerate(slots.tolist()):
         for which, expected in enumerate((k[t], v[t])):
             k_or_v = storage.read_page(0, slot // 8 * page_bytes, -1)[which]
-            torch.testing.assert_close(k_or_v[LAYER, :, slot % 8].double(), expected, **tolerance)
+            assert_close(k_or_v[LAYER, :, slot % 8], expected, storage.dtype)
         untouched[slot // 8, LAYER, :, :, slot % 8] = False
     rows = storage.pool.view(8, 3, 2, 2, 8, -1)
     assert (rows[untouched] == 0xA5).all()
