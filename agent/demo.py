@@ -131,6 +131,7 @@ async def _drive(
         if watching.done():
             watching.result()  # raises: watching never ends by itself
         driving.result()
+        server.check_alive()
         recording.finished = True
     finally:
         stop.set()
