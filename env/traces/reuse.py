@@ -20,7 +20,7 @@ Progress = Callable[[int, int], None]  # done, total
 
 
 class ReuseRuns(NamedTuple):
-    """Blocks [start, stop) of prompt `consumer` were last used by prompt `producer`; ordered by consumer, then start."""
+    """Prompt `consumer` finds its blocks [start, stop) as prompt `producer` left them; by consumer, then start."""
 
     producer: Ints
     consumer: Ints

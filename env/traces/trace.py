@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from kvpilot.engine.errors import KVPilotError
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
+Ints = NDArray[np.integer[Any]]
+Floats = NDArray[np.floating[Any]]
 
 MAX_BLOCK_ID = (1 << 63) - 1
 
@@ -38,7 +38,7 @@ class Trace:
     block_offsets: Ints  # i8[N + 1]
     block_size: int  # tokens per block
     session: Ints  # i8[N]; requests of a session may share blocks that are theirs alone
-    turn: NDArray[np.int32]  # i4[N], from 1
+    turn: Ints  # i4[N], from 1
     tenant: Ints  # i8[N]
     think_seconds: Floats = field(default_factory=lambda: np.empty(0))  # f8[N]; see `closed_loop`
     provenance: tuple[Mapping[str, Any], ...] = ()  # what was read and done, oldest first; JSON values
@@ -199,14 +199,7 @@ def check_chains(block_ids: Ints, block_offsets: Ints) -> None:
         at = int(np.argmax(block_ids < 0))
         row = int(np.searchsorted(block_offsets, at, "right")) - 1
         raise TraceError(f"blocks: id {block_ids[at]} of request {row} is invalid: expected >= 0")
-    dense, num = densify(block_ids)
-    parents = np.empty_like(dense)
-    parents[1:] = dense[:-1]
-    starts = block_offsets[:-1]
-    parents[starts[starts < block_offsets[1:]]] = -1
-    parent_of = np.empty(num, dtype=np.int64)
-    parent_of[dense] = parents
-    wrong = parent_of[dense] != parents
+    wrong = wrong_links(block_ids, block_offsets)
     if wrong.any():
         at = int(np.argmax(wrong))
         row = int(np.searchsorted(block_offsets, at, "right")) - 1
@@ -214,6 +207,18 @@ def check_chains(block_ids: Ints, block_offsets: Ints) -> None:
             f"blocks: id {block_ids[at]} of request {row} follows different blocks in different requests: "
             "expected chained ids (equal id, equal prompt up to there)"
         )
+
+
+def wrong_links(block_ids: Ints, block_offsets: Ints) -> NDArray[np.bool_]:
+    """Where an id has another predecessor than at its first occurrence."""
+    dense, num = densify(block_ids)
+    parents = np.empty_like(dense)
+    parents[1:] = dense[:-1]
+    starts = block_offsets[:-1]
+    parents[starts[starts < block_offsets[1:]]] = -1
+    parent_of = np.empty(num, dtype=np.int64)
+    parent_of[dense[::-1]] = parents[::-1]  # the first one stays
+    return parent_of[dense] != parents
 
 
 def densify(ids: Ints) -> tuple[Ints, int]:

@@ -1,0 +1,33 @@
+"""Writing traces."""
+
+from pathlib import Path
+
+from kvpilot.env.traces.own_jsonl import write_own_jsonl
+from kvpilot.env.traces.parquet import write_parquet
+from kvpilot.env.traces.trace import Trace, TraceError
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".parquet")
+
+
+def write_trace(trace: Trace, path: Path | str) -> None:
+    """By the name: .parquet, or .jsonl with .gz or .xz. Whole or not at all."""
+    path = Path(path)
+    check_output(path)
+    temporary = path.with_name(f".{path.stem}.partial{path.suffix}")
+    try:
+        (write_parquet if path.suffix == ".parquet" else write_own_jsonl)(trace, temporary)
+        temporary.replace(path)
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be written: {error.strerror or error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def check_output(path: Path) -> None:
+    """Raise TraceError for a name that says no format, before long work."""
+    if not path.name.endswith(SUFFIXES):
+        raise TraceError(
+            f"output={str(path)!r} is invalid: expected a name that ends in {', '.join(SUFFIXES)}"
+        )
+    if not path.parent.is_dir():
+        raise TraceError(f"output={str(path)!r} is invalid: there is no folder {path.parent}")
