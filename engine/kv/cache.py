@@ -10,6 +10,7 @@ stepped down.
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from enum import StrEnum
+from heapq import heappop, heappush
 from itertools import groupby
 from math import inf
 
@@ -46,7 +47,9 @@ class KVCache:
         # by state, level and is_sink: sinks stop a rung earlier and must not hide the pages behind them
         self._idle = {s: [(IdleQueue(policy), IdleQueue(policy)) for _ in levels] for s in IDLE_STATES}
         self._live_sealed: list[OrderedDict[Page, None]] = [OrderedDict() for _ in levels]  # oldest first
-        self._retained_by_age: OrderedDict[Page, None] = OrderedDict()  # oldest last use first
+        self._retained_by_age: list[
+            tuple[float, int, Page]
+        ] = []  # heap of last use, idle_rank; stale ones too
         self._retained_bytes = 0
         self._may_grow = False  # retained pages left the budget, or it was raised
         self._next_rank = 0
@@ -96,8 +99,7 @@ class KVCache:
         self._live_sealed[0][page] = None
         twin = self._by_hash.get(block)
         if twin is not None and twin.refs == 0:
-            self._leave_idle(twin)
-            self.pool.free(twin)
+            self._drop(twin)
         if twin is None or twin.refs == 0:
             page.hash = block
             self._by_hash[block] = page
@@ -112,6 +114,8 @@ class KVCache:
         """The user of these pages ends. Sealed, findable pages become idle; the others are free."""
         for page in self.tail(pages, num_sealed):
             page.guards -= 1
+        retains = self.knobs.ttl_seconds > 0 and self.knobs.size_factor > 0
+        state = PageState.RETAINED if retains else PageState.UNPROTECTED
         leaf_seen = False
         for page in reversed(pages):  # a leaf goes before its parents
             page.refs -= 1
@@ -129,10 +133,7 @@ class KVCache:
             if not leaf_seen:
                 self.policy.request_ended(page, now)
                 leaf_seen = True
-            self.pool.set_state(page, PageState.UNPROTECTED)
-            self._queue(page).add(page)
-            if self.knobs.ttl_seconds > 0 and self.knobs.size_factor > 0:
-                self._protect(page)
+            self._become_idle(page, state)
         self._shrink_to_budget(now)
 
     # ------------------------------------------------------------------ retention
@@ -147,13 +148,12 @@ class KVCache:
 
     def next_expiry(self) -> float:
         """The moment after which the oldest retained page is no longer protected; inf if there is none."""
-        page = next(iter(self._retained_by_age), None)
+        page = self._oldest_retained()
         return inf if page is None else page.last_use + self.knobs.ttl_seconds
 
     def tick(self, now: float) -> None:
         """Bring retention up to date: what is too old or over budget loses protection, what fits regains it."""
-        while self._retained_by_age:
-            page = next(iter(self._retained_by_age))
+        while page := self._oldest_retained():
             if now <= page.last_use + self.knobs.ttl_seconds and self.knobs.ttl_seconds > 0:
                 break
             self._unprotect(page)
@@ -174,34 +174,34 @@ class KVCache:
         self._may_grow = False
         if self.knobs.ttl_seconds == 0 or self._retained_bytes >= self.budget_bytes:
             return
-        regained: list[Page] = []
         bytes_left = self.budget_bytes - self._retained_bytes
         while page := self._extreme(PageState.UNPROTECTED, now, least=False):
             bytes_left -= self.pool.page_bytes[page.level]
             if now > page.last_use + self.knobs.ttl_seconds or bytes_left < 0:
                 break
-            self._protect(page)
-            regained.append(page)
-        if regained:  # they are older than some that are protected already
-            by_age = sorted(self._retained_by_age, key=lambda page: (page.last_use, page.idle_rank))
-            self._retained_by_age = OrderedDict.fromkeys(by_age)
+            self._leave_idle(page)
+            self._become_idle(page, PageState.RETAINED)
 
-    def _protect(self, page: Page) -> None:
-        self._queue(page).remove(page)
-        self.pool.set_state(page, PageState.RETAINED)
+    def _oldest_retained(self) -> Page | None:
+        heap = self._retained_by_age
+        while heap and not (heap[0][2].state == PageState.RETAINED and heap[0][2].idle_rank == heap[0][1]):
+            heappop(heap)
+        return heap[0][2] if heap else None
+
+    def _become_idle(self, page: Page, state: PageState) -> None:
+        self.pool.set_state(page, state)
         self._queue(page).add(page)
-        self._retained_by_age[page] = None
-        self._retained_bytes += self.pool.page_bytes[page.level]
+        if state == PageState.RETAINED:
+            heappush(self._retained_by_age, (page.last_use, page.idle_rank, page))
+            self._retained_bytes += self.pool.page_bytes[page.level]
 
     def _unprotect(self, page: Page) -> None:
         self._leave_idle(page)
-        self.pool.set_state(page, PageState.UNPROTECTED)
-        self._queue(page).add(page)
+        self._become_idle(page, PageState.UNPROTECTED)
 
     def _leave_idle(self, page: Page) -> None:
         self._queue(page).remove(page)
         if page.state == PageState.RETAINED:
-            del self._retained_by_age[page]
             self._retained_bytes -= self.pool.page_bytes[page.level]
             self._may_grow = True
 
@@ -323,11 +323,16 @@ class KVCache:
         return page is not None
 
     def _release(self, page: Page, now: float) -> None:
+        self._stats.add("pages_released", 1, page.state.name.lower())
+        self._stats.observe("page_idle_before_release_seconds", now - page.last_use)
+        self._drop(page)
+
+    def _drop(self, page: Page) -> None:
+        """An idle page ceases to be."""
         self._leave_idle(page)
         if page.hash is not None:
             del self._by_hash[page.hash]
-        self._stats.add("pages_released", 1, page.state.name.lower())
-        self._stats.observe("page_idle_before_release_seconds", now - page.last_use)
+        page.idle_rank = -1  # its entry in the heap of retained pages is stale now
         self.pool.free(page)
 
     # ------------------------------------------------------------------ checks
@@ -342,7 +347,8 @@ class KVCache:
                     raise PoolIntegrityError(
                         f"{state.name} pages at level {level}: queued {queued}, booked {booked}"
                     )
-        retained = sum(self.pool.page_bytes[page.level] for page in self._retained_by_age)
+        sizes = zip(self.pool.page_bytes, self.pool.counts[PageState.RETAINED], strict=True)
+        retained = sum(num_bytes * sum(pages) for num_bytes, pages in sizes)
         if retained != self._retained_bytes or self._retained_bytes > max(self.budget_bytes, 0):
             raise PoolIntegrityError(
                 f"retained bytes: counted {retained}, booked {self._retained_bytes}, budget {self.budget_bytes}"

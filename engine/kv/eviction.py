@@ -128,9 +128,7 @@ class IdleQueue:
         self._policy = policy
         self._members: dict[Page, int] = {}  # idle_rank when added
         self._old: dict[int, list[_Entry]] = {}  # the least valuable on top
-        self._new: dict[int, list[_Entry]] | None = (
-            None  # the most valuable on top; made when first asked for
-        )
+        self._new: dict[int, list[_Entry]] | None = None  # the most valuable on top; made when first needed
 
     def __len__(self) -> int:
         return len(self._members)
@@ -147,6 +145,8 @@ class IdleQueue:
 
     def first(self, now: float) -> Page | None:
         """The least valuable page; within a bucket, of equal order, the one idle longest."""
+        if not self._members:
+            return None
         heads = [head for heap in self._old.values() if (head := self._head(heap, 1))]
         if len(heads) <= 1:
             return heads[0] if heads else None
@@ -154,6 +154,8 @@ class IdleQueue:
 
     def last(self, now: float) -> Page | None:
         """The most valuable page; within a bucket, of equal order, the one idle shortest."""
+        if not self._members:
+            return None
         if self._new is None:
             self._new = {
                 bucket: sorted((-order, -rank, page) for order, rank, page in heap)
@@ -165,15 +167,16 @@ class IdleQueue:
         return max(heads, key=lambda page: (self._policy.value(page, now), page.idle_rank))
 
     def _head(self, heap: list["_Entry"], sign: int) -> Page | None:
-        if len(heap) > 64 + 4 * len(self._members):
-            valid = {entry[1]: entry for entry in heap if self._is_valid(entry, sign)}
+        members = self._members
+        if len(heap) > 64 + 4 * len(members):
+            valid = {entry[1]: entry for entry in heap if members.get(entry[2]) == sign * entry[1]}
             heap[:] = sorted(valid.values(), key=lambda entry: entry[:2])
-        while heap and not self._is_valid(heap[0], sign):
+        while heap:
+            entry = heap[0]
+            if members.get(entry[2]) == sign * entry[1]:
+                return entry[2]
             heapq.heappop(heap)
-        return heap[0][2] if heap else None
-
-    def _is_valid(self, entry: "_Entry", sign: int) -> bool:
-        return self._members.get(entry[2]) == sign * entry[1]
+        return None
 
 
 _Entry = tuple[float, int, Page]  # order, idle_rank (negated where the most valuable is on top), page

@@ -72,8 +72,7 @@ def record(engine: Engine) -> list[tuple]:
     watch(scheduler, "finish", lambda r, reason, now: (r.request_id, reason, r.num_tokens))
     watch(cache, "_release", lambda page, now: (page.page_id, page.state, page.level))
     watch(cache, "_step_down", lambda page: (page.page_id, page.level))
-    watch(cache, "_unprotect", lambda page: (page.page_id, page.last_use))
-    watch(cache, "_protect", lambda page: (page.page_id, page.last_use))
+    watch(cache, "_become_idle", lambda page, state: (page.page_id, page.last_use, state))
     watch(cache, "seal", lambda pages, index, block: (pages[index].page_id, index, block))
     commit = scheduler.commit
 
