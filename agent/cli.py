@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
+from kvpilot.agent import trace_cli
 from kvpilot.agent.controller import Mode
 from kvpilot.engine.config import EngineConfig, Knobs
 from kvpilot.engine.errors import ConfigError, KVPilotError
@@ -37,6 +38,7 @@ app = typer.Typer(
 )
 knobs_app = typer.Typer(no_args_is_help=True, help="Read and write the four live knobs of a running engine.")
 app.add_typer(knobs_app, name="knobs")
+app.add_typer(trace_cli.app, name="trace")
 
 DEFAULT_TOKEN_FILE = Path("~/.kvpilot/admin.token")  # of serve, run and knobs alike
 TokenFile = Annotated[Path, Option("--token-file", help="Holds the admin token of `autotune serve`.")]

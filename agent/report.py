@@ -35,7 +35,7 @@ def render(data: dict[str, Any]) -> str:
         .render(
             data=data,
             charts=charts,
-            chart_json=Markup(_script_safe(charts)),
+            chart_json=Markup(script_safe_json(charts)),
             plotly=Markup(get_plotlyjs()),
             tables=summarize(data),
             accounts=[(run["name"], accounts(run)) for run in data["runs"]],
@@ -49,6 +49,6 @@ def render(data: dict[str, Any]) -> str:
     )
 
 
-def _script_safe(value: object) -> str:
+def script_safe_json(value: object) -> str:
     """JSON that cannot end the script element it stands in."""
     return json.dumps(value, allow_nan=False).replace("<", "\\u003c")
