@@ -10,7 +10,9 @@ from kvpilot.engine.model.llama import Llama
 from kvpilot.engine.runners.torch_runner import TorchRunner
 
 
-def build_engine(model: Llama, config: EngineConfig, *, model_name: str = "") -> Engine:
+def build_engine(
+    model: Llama, config: EngineConfig, *, model_name: str = "", engine_class: type[Engine] = Engine
+) -> Engine:
     """An engine on the CPU for a loaded model. Raises ConfigError if the envelope does not fit the model.
 
     `model_name` looks up the measured quality loss of each codec; for an unknown model it is reported as 0.
@@ -24,7 +26,7 @@ def build_engine(model: Llama, config: EngineConfig, *, model_name: str = "") ->
     storage = TorchStorage(shape, config.ladder, config.pool_bytes)
     rope = rope_tables(model.config.rope_inverse_frequencies, model.config.max_position)
     attention = PagedAttention(shape, model.config.num_heads, storage, rope, model.dtype)
-    return Engine(
+    return engine_class(
         config,
         shape,
         TorchRunner(model, attention),

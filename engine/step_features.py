@@ -13,6 +13,7 @@ class StepFeatures(NamedTuple):
     prefill_tokens: int
     prefill_attention: int  # pairs of a prefilled token and a token it attends to
     decode_sequences: int
+    sampled_rows: int  # tokens of which the logits are computed
     kv_bytes: tuple[int, ...]  # of the pages that decoding sequences read
     converted: tuple[int, ...]  # pages re-encoded since the step before
     moved_bytes: int  # by compaction since the step before
@@ -28,8 +29,9 @@ class FeatureReader:
         self._moved_bytes = storage.moved_bytes
 
     def read(self, batch: list[ScheduledRequest]) -> StepFeatures:
-        prefill_tokens = prefill_attention = decode_sequences = 0
-        for _, start, num_new, _ in batch:
+        prefill_tokens = prefill_attention = decode_sequences = sampled_rows = 0
+        for _, start, num_new, samples in batch:
+            sampled_rows += samples
             if num_new == 1:
                 decode_sequences += 1
             else:
@@ -41,6 +43,7 @@ class FeatureReader:
             prefill_tokens,
             prefill_attention,
             decode_sequences,
+            sampled_rows,
             tuple(num * size for num, size in zip(self._pool.page_reads, self._pool.page_bytes, strict=True)),
             tuple(now - earlier for now, earlier in zip(self._converted, before, strict=True)),
             self._moved_bytes - moved_before,

@@ -2,14 +2,38 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from importlib.resources import files
+from itertools import pairwise
+from math import inf
 from pathlib import Path
 
 from kvpilot.engine.errors import ConfigError
+from kvpilot.engine.kv.formats import PageShape
 from kvpilot.engine.step_features import StepFeatures
 
 TICK = 2.0**-20  # seconds; durations are whole ticks, so that their sums are exact
+
+Ramp = tuple[tuple[int, float], ...]  # (from this count on, seconds per further one), rising counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfiledModel:
+    """The model that a profile belongs to: what sizes pages and bounds requests."""
+
+    name: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    max_len: int  # tokens of prompt + output
+
+    def page_shape(self, page_size: int) -> PageShape:
+        return PageShape(
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            page_size=page_size,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +41,9 @@ class LatencyProfile:
     """Seconds per unit of each feature, and where they come from.
 
     `fixed` is the cost of a step that does nothing, `sequence` of each decoding request, `kv_byte[codec]` of a
-    byte of pages read by decoding ones, `convert[codec]` of a page re-encoded to it.
+    byte of pages read by decoding ones, `convert[codec]` of a page re-encoded to it. Matrix products do not cost
+    the same per row from 1 row to 1000: `rows` and `sampled` are ramps over the tokens of a step and over those
+    that get logits. `engine` holds the fields of EngineConfig that the profile was made with, as defaults.
     """
 
     name: str
@@ -31,6 +57,11 @@ class LatencyProfile:
     origin: Mapping[
         str, object
     ]  # machine, model, versions, date, command, error; or why it is not calibrated
+    rows: Ramp = ()
+    sampled: Ramp = ()
+    model: ProfiledModel | None = None
+    engine: Mapping[str, int] = field(default_factory=dict)
+    quality_loss: Mapping[str, float] = field(default_factory=dict)  # mean KL by codec, if nothing better is known
 
     def step_seconds(self, features: StepFeatures, ladder: tuple[str, ...]) -> float:
         """Duration of the step: a multiple of TICK, at least one."""
@@ -41,6 +72,10 @@ class LatencyProfile:
             + self.sequence * features.decode_sequences
             + self.moved_byte * features.moved_bytes
         )
+        if self.rows:
+            seconds += ramp_seconds(self.rows, features.prefill_tokens + features.decode_sequences)
+        if self.sampled:
+            seconds += ramp_seconds(self.sampled, features.sampled_rows)
         for level, codec in enumerate(ladder):
             seconds += self.kv_byte[codec] * features.kv_bytes[level]
             if features.converted[level]:
@@ -48,7 +83,17 @@ class LatencyProfile:
         return max(round(seconds / TICK), 1) * TICK
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+
+def ramp_seconds(ramp: Ramp, count: int) -> float:
+    """The slopes added up over 0 .. `count`."""
+    seconds = 0.0
+    for (start, slope), (stop, _) in pairwise((*ramp, (inf, 0.0))):
+        if count <= start:
+            break
+        seconds += slope * (min(count, stop) - start)
+    return seconds
 
 
 def load_profile(name: str) -> LatencyProfile:
@@ -56,7 +101,7 @@ def load_profile(name: str) -> LatencyProfile:
     shipped = files("kvpilot.env.profiles")
     path = Path(name) if name.endswith(".json") else None
     try:
-        text = path.read_text() if path else shipped.joinpath(f"{name}.json").read_text()
+        text = (path or shipped.joinpath(f"{name}.json")).read_text(encoding="utf-8")
     except OSError as error:
         known = sorted(p.name.removesuffix(".json") for p in shipped.iterdir() if p.name.endswith(".json"))
         what = f"cannot be read ({error.strerror})"
@@ -65,8 +110,13 @@ def load_profile(name: str) -> LatencyProfile:
 
 
 def parse_profile(text: str, source: str) -> LatencyProfile:
+    """Raises ConfigError that names `source` and what is wrong in it."""
     try:
         values = json.loads(text)
+        for name in ("rows", "sampled"):
+            values[name] = tuple((int(start), float(slope)) for start, slope in values.get(name, ()))
+        model = values.get("model")
+        values["model"] = ProfiledModel(**model) if model else None
         profile = LatencyProfile(**values)
         numbers = [
             profile.fixed,
@@ -75,12 +125,17 @@ def parse_profile(text: str, source: str) -> LatencyProfile:
             profile.sequence,
             profile.moved_byte,
         ]
-        numbers += [*profile.kv_byte.values(), *profile.convert.values()]
+        for group in (profile.kv_byte, profile.convert, profile.engine, profile.quality_loss):
+            numbers += group.values()
+        numbers += [number for point in (*profile.rows, *profile.sampled) for number in point]
+        rising = all(a[0] < b[0] for ramp in (profile.rows, profile.sampled) for a, b in pairwise(ramp))
     except (ValueError, TypeError, AttributeError) as error:
         wanted = ", ".join(field.name for field in fields(LatencyProfile))
         raise ConfigError(
             f"profile {source!r} is malformed ({error}): expected JSON with {wanted}"
         ) from error
-    if not all(isinstance(n, int | float) and 0 <= n < 1e6 for n in numbers):
-        raise ConfigError(f"profile {source!r} is invalid: expected every coefficient to be a number >= 0")
+    if not rising or not all(isinstance(n, int | float) and 0 <= n < inf for n in numbers):
+        raise ConfigError(
+            f"profile {source!r} is invalid: expected every coefficient to be a number >= 0, ramps in rising order"
+        )
     return profile

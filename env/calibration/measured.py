@@ -1,0 +1,93 @@
+"""An engine that notes what each of its steps did and how long it took."""
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from kvpilot.engine.config import EngineConfig
+from kvpilot.engine.engine import Engine
+from kvpilot.engine.errors import KVPilotError
+from kvpilot.engine.kv.formats import PageShape
+from kvpilot.engine.kv.storage import CountingStorage, PageStorage
+from kvpilot.engine.request import SampledToken, ScheduledRequest, StepOutput
+from kvpilot.engine.runners.base import Runner
+from kvpilot.engine.step_features import FeatureReader, StepFeatures
+
+
+class MeasuredStep(NamedTuple):
+    """`is_step` is false for a conversion or move measured apart from any step."""
+
+    features: StepFeatures
+    seconds: float
+    kind: str  # prefill, decode, mixed or convert
+    is_step: bool
+
+
+class MeasuredEngine(Engine):
+    """`last` is what the latest step did and took; None before the first, and after one that ran nothing."""
+
+    def __init__(
+        self, config: EngineConfig, shape: PageShape, runner: Runner, storage: PageStorage, **options: Any
+    ) -> None:
+        counting = CountingStorage(storage, len(config.ladder))
+        super().__init__(config, shape, runner, counting, **options)
+        self.features = FeatureReader(self.pool, counting)
+        self.last: MeasuredStep | None = None
+        self._batch_features: StepFeatures | None = None
+
+    def step(self) -> list[StepOutput]:
+        self._batch_features = None
+        start = time.perf_counter()
+        outputs = super().step()
+        seconds = time.perf_counter() - start
+        features = self._batch_features
+        self.last = None if features is None else MeasuredStep(features, seconds, kind_of(features), True)
+        return outputs
+
+    def _run(self, batch: list[ScheduledRequest], start: float) -> tuple[list[SampledToken | None], int]:
+        self._batch_features = self.features.read(batch)
+        return super()._run(batch, start)
+
+
+def kind_of(features: StepFeatures) -> str:
+    if features.prefill_tokens and features.decode_sequences:
+        return "mixed"
+    return "prefill" if features.prefill_tokens else "decode"
+
+
+@dataclass
+class StepLog:
+    """Steps as JSON lines, flushed one by one: whatever stops the run, they are there."""
+
+    path: Path
+
+    def __post_init__(self) -> None:
+        try:
+            self._file: TextIO = self.path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise KVPilotError(f"{self.path} cannot be written: {error.strerror}") from error
+        self.steps: list[MeasuredStep] = []
+
+    def add(self, step: MeasuredStep) -> None:
+        self.steps.append(step)
+        record = step._asdict() | {"features": step.features._asdict()}
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_steps(path: Path) -> list[MeasuredStep]:
+    """What a StepLog wrote. Raises KVPilotError naming file and line."""
+    steps = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            record = json.loads(line)
+            values = {k: tuple(v) if isinstance(v, list) else v for k, v in record.pop("features").items()}
+            steps.append(MeasuredStep(features=StepFeatures(**values), **record))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise KVPilotError(f"{path}: line {number}: not a measured step ({error})") from error
+    return steps
