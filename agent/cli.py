@@ -210,7 +210,7 @@ def demo(
     out: Annotated[Path, Option(help="Folder for report.html, run.json, audit and logs.")] = Path(
         "runs/demo"
     ),
-    seconds_per_phase: Annotated[float, Option(help="There are five phases, twice.")] = 16.0,
+    seconds_per_phase: Annotated[float, Option(help="There are five phases, twice.")] = 15.0,
     quick: Annotated[
         bool, Option("--quick", help="The same in about a minute, too short to judge by.")
     ] = False,

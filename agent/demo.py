@@ -37,8 +37,8 @@ WARM_UP_REQUESTS = 4
 class DemoConfig:
     model: str = "smollm2"
     out: Path = Path("runs/demo")
-    seconds_per_phase: float = 16.0
-    drain_seconds: float = 12.0  # after the last phase, for the requests under way
+    seconds_per_phase: float = 15.0
+    drain_seconds: float = 10.0  # after the last phase, for the requests under way
     pool_mb: int = 48  # about 2,100 tokens of SmolLM2-135M in bf16: small enough that memory decides
     interval_seconds: float = 2.0  # of the loop; production takes 10 s or more
     seed: int = 1
@@ -189,6 +189,7 @@ def report_data(config: DemoConfig, recordings: list[Recording], problem: str | 
         "version": version("kvpilot"),
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
+        "cores": os.cpu_count(),
         "page_size": EngineConfig().page_size,
         "config": {**asdict(config), "out": config.out.name},
         "phases": [asdict(phase) for phase in PHASES],

@@ -68,7 +68,9 @@ class LiveTable:
         return Group(table, *lines[-4:])
 
 
-LABELS = ("running / waiting", "hit rate", "TTFT p50", "tokens/s", "answers", "KV tokens held", "knobs")
+LABELS = ("running / waiting", "hit rate", "TTFT p50", "tokens/s", "answers", "KV pages held", "knobs")
+
+SHORT = {"ttl_seconds": "ttl", "size_factor": "size", "max_batch": "batch", "kv_level": "level"}
 
 
 def _column(recording: Recording, now: float) -> list[str]:
@@ -91,6 +93,6 @@ def _column(recording: Recording, now: float) -> list[str]:
         f"{ttfts[len(ttfts) // 2]:.2f} s" if ttfts else "-",
         f"{sum(sample['generation_tokens'] for sample in samples) / seconds:.0f}",
         str(done),
-        "  ".join(f"{level} {pages:g} pages" for level, pages in last["pages"].items() if pages),
-        "  ".join(f"{value:g}" for value in last["knobs"].values() if value is not None),
+        "  ".join(f"{level} {pages:g}" for level, pages in last["pages"].items() if pages),
+        "  ".join(f"{SHORT[name]} {value:g}" for name, value in last["knobs"].items() if value is not None),
     ]

@@ -1,5 +1,6 @@
 """What one run of the demo left: samples of the engine, results of the requests, decisions of the loop."""
 
+import os
 import time
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ class Recording:
     started: float = 0.0
     seconds: float = 0.0  # length so far
     finished: bool = False
+    load_average: float = 0.0  # of the machine over one minute, the highest seen
     samples: list[dict] = field(default_factory=list)
     results: list[TurnResult] = field(default_factory=list)
     decisions: list[tuple[float, Decision]] = field(default_factory=list)
@@ -29,6 +31,7 @@ class Recording:
     def add(self, snapshot: StatsSnapshot) -> None:
         """One more sample: the window since the previous snapshot."""
         self.seconds = time.monotonic() - self.started
+        self.load_average = max(self.load_average, os.getloadavg()[0])
         if self._last is not None:
             self.samples.append(_sample(StatsWindow(start=self._last, end=snapshot), self.seconds))
         self._last = snapshot
@@ -38,6 +41,7 @@ class Recording:
         return {
             "name": self.name,
             "finished": self.finished,
+            "load_average": round(self.load_average, 2),
             "seconds": round(self.seconds, 3),
             "quality_loss": self.quality_loss,
             "samples": self.samples,
