@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvpilot.engine.request import SampledToken, SamplingParams, TokenLogprobs
 
-CANDIDATES = 256  # most likely tokens looked at before all are sorted
+CANDIDATES = (256, 4096)  # most likely tokens looked at, and if those do not suffice, before all are sorted
 MIN_TEMPERATURE = 1e-6  # a smaller one would round to 0 in float32, and is greedy anyway
 
 
@@ -62,13 +62,16 @@ def _draw(logits_NV: Tensor, params: list[SamplingParams], uniforms: list[float]
 
 def _draw_filtered(weights_NV: Tensor, params: list[SamplingParams], uniform_N: Tensor) -> list[int]:
     total_N, vocab = weights_NV.sum(-1, dtype=torch.float64), weights_NV.shape[-1]
-    top_NK, ids_NK = weights_NV.topk(min(CANDIDATES, vocab))
-    tokens, enough = _draw_sorted(top_NK, ids_NK, total_N, vocab, params, uniform_N)
-    for i in (~enough).nonzero().flatten().tolist():  # a flat distribution or a large top_k
-        row = slice(i, i + 1)
-        top, ids = weights_NV[row].sort(dim=-1, descending=True, stable=True)
-        tokens[row], _ = _draw_sorted(top, ids, total_N[row], vocab, params[row], uniform_N[row])
-    return tokens.tolist()
+    tokens_N = torch.empty(len(params), dtype=torch.int64, device=weights_NV.device)
+    rows = list(range(len(params)))
+    for count in (*CANDIDATES, vocab):
+        top_NK, ids_NK = weights_NV[rows].topk(min(count, vocab))
+        chosen = [params[i] for i in rows]
+        tokens_N[rows], enough_N = _draw_sorted(top_NK, ids_NK, total_N[rows], vocab, chosen, uniform_N[rows])
+        rows = [i for i, enough in zip(rows, enough_N.tolist(), strict=True) if not enough]
+        if not rows:
+            break
+    return tokens_N.tolist()
 
 
 def _draw_sorted(

@@ -48,8 +48,8 @@ class Llama:
         self._layers = [_load_layer(config, i, get_tensor, dtype) for i in range(config.num_layers)]
         self._norm = get_tensor("norm").to(dtype)
         head_VH = (embed_VH if config.tied_embeddings else get_tensor("head")).float()
-        # The part that all logits share means nothing, but makes them larger and so more coarsely rounded:
-        # without it the largest KL of bf16 to float32 fell to a third.
+        # What all logits share means nothing, but makes them larger and so more coarsely rounded: without
+        # it bf16 is 10 % closer to float32 in mean KL, 28 % in the largest (SmolLM2-135M).
         self._head = Linear((head_VH - head_VH.mean(0)).to(dtype))
 
     @torch.inference_mode()
