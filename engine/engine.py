@@ -126,7 +126,7 @@ class Engine:
     def finish(self, request_id: str, reason: FinishReason) -> None:
         """End a request from outside, e.g. at a stop string; unknown ids are ignored."""
         request = self._requests.pop(request_id, None)
-        if request is not None:
+        if request is not None and request.finish_reason is None:  # a failed step may have ended it already
             self.scheduler.finish(request, reason, self.clock())
 
     def has_work(self) -> bool:
