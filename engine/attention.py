@@ -84,6 +84,7 @@ class PagedAttention:
         row = 0
         for request, start, num_new, _ in batch:
             num_tokens = start + num_new
+            assert num_tokens <= len(self._rope.cos), (num_tokens, len(self._rope.cos))
             cells = page_cells(request.pages[: -(-num_tokens // page_size)])
             position = np.arange(start, num_tokens)
             positions.append(position)
