@@ -27,12 +27,12 @@ def detect(source: Source) -> str:
             if head[257:262] == b"ustar":
                 return _detect_archive(source)
             line = head + stream.readline() if b"\n" not in head else head
-    except DAMAGED as error:
+    except (*DAMAGED, tarfile.TarError) as error:
         raise TraceError(
             f"{source.path}: line 1: the compressed data is truncated or damaged ({error})"
         ) from None
     line = line.lstrip(b"\xef\xbb\xbf").split(b"\n")[0].strip()
-    found = _detect_line(line) or (_detect_line(_first_line(source)) if line.startswith(b"{") else None)
+    found = _detect_line(line) or (_detect_object(source) if line.startswith(b"{") else None)
     if found is None:
         start = shorten(line.decode("utf-8", "replace"))
         raise TraceError(
@@ -42,9 +42,14 @@ def detect(source: Source) -> str:
     return found
 
 
-def _first_line(source: Source) -> bytes:
+def _detect_object(source: Source) -> str | None:
+    """Of one long object, or of lines whose first is long."""
     with source.open() as stream:
-        return stream.readline()
+        try:
+            first = stream.readline()
+            return _detect_line(first) or _detect_line(first + stream.read())
+        except DAMAGED:
+            return None
 
 
 def _detect_line(line: bytes) -> str | None:
@@ -53,15 +58,18 @@ def _detect_line(line: bytes) -> str | None:
     if len(line.split(b",")) == 6 and line[:1].isdigit():
         return "servegen-rates"
     try:
-        keys = parse_object(line).keys()
+        record = parse_object(line)
     except BadRecord:
         return None
+    keys = record.keys()
     if keys >= {"timestamp", "input_length"}:
         return "mooncake"
     if keys >= {"requests", "block_size"}:
         return "agentic"
     if "kvpilot_trace" in keys or keys >= {"arrival", "prompt_tokens"}:
         return "jsonl"
+    if keys and all(isinstance(value, dict) and "input_tokens" in value for value in record.values()):
+        return "servegen-lengths"
     return None
 
 

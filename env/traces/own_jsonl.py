@@ -64,7 +64,7 @@ def _add(builder: TraceBuilder, line: int, record: dict[str, Any]) -> None:
         output_tokens=integer(record, "output_tokens", low=1),
         blocks=block_list(record, "blocks"),
         session=integer(record, "session", low=0) if "session" in record else None,
-        turn=integer(record, "turn", low=1) if "turn" in record else 1,
+        turn=integer(record, "turn", low=1, bits=31) if "turn" in record else 1,
         tenant=integer(record, "tenant", low=0) if "tenant" in record else 0,
         think=number(record, "think", low=0) if "think" in record else np.nan,
     )

@@ -2,13 +2,13 @@
 
 import gzip
 import hashlib
-import io
 import json
 import lzma
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from kvpilot.env.traces.trace import TraceError
 
@@ -31,16 +31,20 @@ class Source:
         if not path.is_file():
             raise TraceError(f"{path}: no such file")
 
-    def open(self) -> BinaryIO:
+    @contextmanager
+    def open(self) -> Iterator[BinaryIO]:
         """The content, decompressed."""
-        raw = self.path.open("rb")
-        magic = raw.read(6)
-        raw.seek(0)
-        if magic.startswith(GZIP):
-            return io.BufferedReader(gzip.GzipFile(fileobj=raw))  # pyright: ignore[reportArgumentType]
-        if magic == XZ:
-            return io.BufferedReader(lzma.LZMAFile(raw))  # pyright: ignore[reportArgumentType]
-        return raw
+        with self.path.open("rb") as raw:
+            magic = raw.read(6)
+            raw.seek(0)
+            if magic.startswith(GZIP):
+                with gzip.GzipFile(fileobj=raw) as stream:
+                    yield cast(BinaryIO, stream)
+            elif magic == XZ:
+                with lzma.LZMAFile(raw) as stream:
+                    yield cast(BinaryIO, stream)
+            else:
+                yield raw
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
         """Line numbers from 1 and lines that are not blank."""
@@ -76,17 +80,21 @@ class Source:
 def parse_object(text: bytes) -> dict[str, Any]:
     try:
         record = json.loads(text)
-    except ValueError as error:
+    except json.JSONDecodeError as error:
+        raise BadRecord(f"not JSON ({error.msg} at character {error.pos + 1})") from None
+    except (ValueError, RecursionError) as error:  # not UTF-8, endless digits, endless nesting
         raise BadRecord(f"not JSON ({error})") from None
     if not isinstance(record, dict):
         raise BadRecord(f"{shorten(record)} is not a JSON object")
     return record
 
 
-def integer(record: dict[str, Any], name: str, *, low: int) -> int:
+def integer(record: dict[str, Any], name: str, *, low: int, bits: int = 63) -> int:
     value = _present(record, name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise BadRecord(f"field {name}={shorten(value)} is invalid: expected an integer >= {low}")
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or value >> bits:
+        raise BadRecord(
+            f"field {name}={shorten(value)} is invalid: expected an integer >= {low} of {bits} bits"
+        )
     return value
 
 

@@ -19,7 +19,8 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin
 
 from kvpilot.env.traces import compose
 from kvpilot.env.traces.detect import detect
@@ -172,19 +173,23 @@ def _make(kind: type, table: Mapping[str, Any], place: str, folder: Path) -> Any
     for name, value in values.items():
         if isinstance(value, list):
             values[name] = tuple(value)
-        _check_type(place, name, values[name], str(known[name].type))
+        _check_type(place, name, values[name], known[name].type)
     return kind(**values)
 
 
-def _check_type(place: str, name: str, value: object, declared: str) -> None:
-    numbers = {"int": int, "float": (int, float), "bool": bool, "str": str}
-    base = declared.removesuffix(" | None")
-    wrong = base in numbers and (
-        not isinstance(value, numbers[base]) or (isinstance(value, bool) and base != "bool")
-    )
-    if base.startswith("tuple[float"):
-        pair = "..." not in base
-        wrong = not isinstance(value, tuple) or (pair and len(value) != 2)
-        wrong = wrong or not all(isinstance(x, int | float) for x in value)  # pyright: ignore[reportGeneralTypeIssues]
+def _check_type(place: str, name: str, value: object, hint: Any) -> None:
+    """Of the plain fields; files, tables and sources are checked where they are made."""
+    kind = get_args(hint)[0] if isinstance(hint, UnionType) else hint
+    numbers = {int: int, float: (int, float), bool: bool, str: str}
+    if kind in numbers:
+        wrong = not isinstance(value, numbers[kind]) or (isinstance(value, bool) and kind is not bool)
+    elif get_origin(kind) is tuple and float in get_args(kind):
+        good = isinstance(value, tuple) and all(isinstance(x, int | float) for x in value)
+        wrong = not good or (... not in get_args(kind) and len(value) != len(get_args(kind)))  # pyright: ignore
+    else:
+        wrong = (
+            isinstance(hint, UnionType) and CurveSpec in get_args(hint) and not isinstance(value, CurveSpec)
+        )
     if wrong:
-        raise TraceError(f"{place}: {name}={value!r} is invalid: expected {base}")
+        expected = kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
+        raise TraceError(f"{place}: {name}={value!r} is invalid: expected {expected}")
