@@ -1,4 +1,7 @@
-"""llama.cpp through llama-cpp-python: parallel sequences in one `llama_decode`, greedy. Not its Python server, which is slower."""
+"""llama.cpp through llama-cpp-python: parallel sequences in one `llama_decode`, greedy.
+
+Not the package's server, which is slower.
+"""
 
 import ctypes
 import time

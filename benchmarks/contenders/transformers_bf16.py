@@ -22,6 +22,7 @@ class FirstTokenClock(transformers.StoppingCriteria):
 
 class Contender:
     dtype = torch.bfloat16
+    dequantize = True
 
     def __init__(self, model_path: str, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -30,8 +31,7 @@ class Contender:
             str(path.parent),
             gguf_file=path.name,
             dtype=self.dtype,
-            # packed weights (the default) are slower in bfloat16 here
-            quantization_config=transformers.GgufConfig(dequantize=True),
+            quantization_config=transformers.GgufConfig(dequantize=self.dequantize),
         )
         self.version = f"transformers {transformers.__version__}, torch {torch.__version__}"
 

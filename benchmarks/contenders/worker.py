@@ -3,7 +3,8 @@
     python worker.py NAME --model FILE.gguf --threads 2
 
 `NAME` is a module in this folder with a class `Contender(model_path, threads)` and a method
-`run(prompts, num_output_tokens) -> Timing`. Modules of peers import nothing of kvpilot, so that any interpreter can run them.
+`run(prompts, num_output_tokens) -> Timing`. Modules of peers import nothing of kvpilot, so that any interpreter
+can run them.
 """
 
 import argparse
@@ -24,6 +25,8 @@ class Timing:
 
 
 class Contender(Protocol):
+    version: str
+
     def run(self, prompts: list[list[int]], num_output_tokens: int) -> Timing: ...
 
 
@@ -35,7 +38,7 @@ def main() -> None:
     args = parser.parse_args()
     answers = sys.stdout
     sys.stdout = sys.stderr  # libraries may print; the protocol's stream is ours
-    contender = importlib.import_module(args.name).Contender(args.model, args.threads)
+    contender: Contender = importlib.import_module(args.name).Contender(args.model, args.threads)
     print(json.dumps({"ready": True, "version": contender.version}), file=answers, flush=True)
     for line in sys.stdin:
         job = json.loads(line)
