@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from kvpilot.agent import trace_cli
+from kvpilot.agent import replay_cli, trace_cli
 from kvpilot.agent.controller import Mode
 from kvpilot.engine.config import EngineConfig, Knobs
 from kvpilot.engine.errors import ConfigError, KVPilotError
@@ -39,6 +39,7 @@ app = typer.Typer(
 knobs_app = typer.Typer(no_args_is_help=True, help="Read and write the four live knobs of a running engine.")
 app.add_typer(knobs_app, name="knobs")
 app.add_typer(trace_cli.app, name="trace")
+replay_cli.register(app)
 
 DEFAULT_TOKEN_FILE = Path("~/.kvpilot/admin.token")  # of serve, run and knobs alike
 TokenFile = Annotated[Path, Option("--token-file", help="Holds the admin token of `autotune serve`.")]
@@ -76,6 +77,10 @@ def serve(
     ] = DEFAULT_TOKEN_FILE,
     dtype: Annotated[str, Option(help="Compute type: auto, bf16 or fp32.")] = "auto",
     threads: Annotated[int | None, Option(min=1, help="CPU threads. [default: all cores]")] = None,
+    record: Annotated[
+        Path | None,
+        Option(help="Append a trace of the requests: lengths, hashes and times, never text."),
+    ] = None,
     pool_mb: Annotated[
         int, Option(min=1, help="KV pool in MiB, scales included.", rich_help_panel="Envelope")
     ] = ENGINE.pool_bytes >> 20,
@@ -152,6 +157,7 @@ def serve(
         admin_token_file=admin_token_file.expanduser(),
         dtype=dtype,
         threads=threads,
+        record=record,
         engine=engine,
     )
     raise typer.Exit(run_server(config))

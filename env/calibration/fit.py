@@ -54,7 +54,9 @@ def fit_profile(
     kinds = np.array([step.kind for step in steps])
     for kind in ("prefill", "decode", "mixed", "convert"):
         if np.count_nonzero((kinds == kind) & ~held_out) < 8:
-            raise KVPilotError(f"too few steps of kind {kind!r} to fit: expected at least 8, run a larger grid")
+            raise KVPilotError(
+                f"too few steps of kind {kind!r} to fit: expected at least 8, run a larger grid"
+            )
     columns = np.array([_columns(step) for step in steps])
     seconds = np.array([step.seconds for step in steps])
     weights, outliers = _solve(columns[~held_out], seconds[~held_out])

@@ -11,8 +11,8 @@ import numpy as np
 from kvpilot.engine.config import MAX_TTL_SECONDS, EngineConfig, Knobs
 from kvpilot.engine.kv.formats import PageShape, payload_bytes
 from kvpilot.engine.request import SamplingParams
-from kvpilot.env.calibration.measured import MeasuredEngine, MeasuredStep
 from kvpilot.engine.step_features import StepFeatures
+from kvpilot.env.calibration.measured import MeasuredEngine, MeasuredStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +48,19 @@ class Grid:
         )
 
 
+QUICK = Grid(batches=(1, 2, 4, 8), contexts=(64, 256), chunks=(8, 64, 256), decode_steps=3, warm_up_steps=1)
+
+
 class GridRun:
     """Runs a grid on an engine of `grid.envelope`; yields the measured steps, `progress` gets the share done."""
 
     def __init__(
-        self, engine: MeasuredEngine, grid: Grid, vocab_size: int, seed: int, progress: Callable[[float], None]
+        self,
+        engine: MeasuredEngine,
+        grid: Grid,
+        vocab_size: int,
+        seed: int,
+        progress: Callable[[float], None],
     ) -> None:
         self._engine = engine
         self._grid = grid

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.resources import files
 from itertools import pairwise
 from math import inf
@@ -43,7 +43,7 @@ class LatencyProfile:
     `fixed` is the cost of a step that does nothing, `sequence` of each decoding request, `kv_byte[codec]` of a
     byte of pages read by decoding ones, `convert[codec]` of a page re-encoded to it. Matrix products do not cost
     the same per row from 1 row to 1000: `rows` and `sampled` are ramps over the tokens of a step and over those
-    that get logits. `engine` holds the fields of EngineConfig that the profile was made with, as defaults.
+    that get logits. `engine` holds fields of EngineConfig, and `max_batch`: the ones measured with, and defaults.
     """
 
     name: str
@@ -61,7 +61,9 @@ class LatencyProfile:
     sampled: Ramp = ()
     model: ProfiledModel | None = None
     engine: Mapping[str, int] = field(default_factory=dict)
-    quality_loss: Mapping[str, float] = field(default_factory=dict)  # mean KL by codec, if nothing better is known
+    quality_loss: Mapping[str, float] = field(
+        default_factory=dict
+    )  # mean KL by codec, if nothing better is known
 
     def step_seconds(self, features: StepFeatures, ladder: tuple[str, ...]) -> float:
         """Duration of the step: a multiple of TICK, at least one."""
@@ -81,6 +83,12 @@ class LatencyProfile:
             if features.converted[level]:
                 seconds += self.convert[codec] * features.converted[level]
         return max(round(seconds / TICK), 1) * TICK
+
+    def for_page_size(self, page_size: int) -> "LatencyProfile":
+        """The same with `convert` for pages of another size than `engine["page_size"]`: it grows with the bytes."""
+        measured = self.engine.get("page_size", page_size)
+        convert = {codec: seconds * page_size / measured for codec, seconds in self.convert.items()}
+        return replace(self, convert=convert, engine={**self.engine, "page_size": page_size})
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")

@@ -37,13 +37,20 @@ class Simulation:
         profile: LatencyProfile,
         *,
         policy: EvictionPolicy | None = None,
+        model_max_len: int = 1 << 30,
         quality_loss: Mapping[str, float] | None = None,
     ) -> None:
         same_size = trace.block_size == config.page_size
         self.trace = trace if same_size else trace.with_block_size(config.page_size)
         self.clock = VirtualClock()
         self.engine = SimulatedEngine(
-            config, shape, profile, self.clock, policy=policy, quality_loss=dict(quality_loss or {})
+            config,
+            shape,
+            profile,
+            self.clock,
+            policy=policy,
+            model_max_len=model_max_len,
+            quality_loss=dict(quality_loss or {}),
         )
         self.finished: list[Request] = []
         self.refused: list[Refusal] = []
@@ -61,10 +68,10 @@ class Simulation:
         while not self.is_done and clock.now < until:
             if self._submit_due() and on_progress:
                 on_progress(self._next_row)
-            arrival = self._arrivals[self._next_row] if self._next_row < len(self._arrivals) else inf
+            arrival = self._next_arrival()
             if engine.has_work():
                 engine.next_event = min(arrival, until)
-                self.finished += [out.request for out in engine.step() if out.finish_reason is not None]
+                self._note_ended([out.request for out in engine.step() if out.finish_reason is not None])
             else:
                 clock.now = min(arrival, until)
         if clock.now < until < inf:
@@ -73,6 +80,15 @@ class Simulation:
     @staticmethod
     def row_of(request: Request) -> int:
         return int(request.request_id)
+
+    def arrival_of(self, row: int) -> float:
+        return self._arrivals[row]
+
+    def _next_arrival(self) -> float:
+        return self._arrivals[self._next_row] if self._next_row < len(self._arrivals) else inf
+
+    def _note_ended(self, requests: list[Request]) -> None:
+        self.finished += requests
 
     def _submit_due(self) -> int:
         """Hand over what has arrived by now; the number of requests."""

@@ -1,0 +1,182 @@
+"""`autotune calibrate`: measures steps of the real engine, fits, reports, writes a latency profile."""
+
+import os
+import platform
+import sys
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from kvpilot.agent.progress import progress_bar
+from kvpilot.engine.config import EngineConfig
+from kvpilot.engine.errors import KVPilotError
+from kvpilot.engine.factory import build_engine
+from kvpilot.engine.kv.formats import PageShape
+from kvpilot.engine.kv.quality import quality_loss
+from kvpilot.engine.model.load import LoadedModel, load_model
+from kvpilot.env.calibration.fit import Fit, fit_profile
+from kvpilot.env.calibration.grid import QUICK, Grid, GridRun
+from kvpilot.env.calibration.measured import MeasuredEngine, MeasuredStep, StepLog, read_steps
+from kvpilot.env.replay.interrupt import interruptible
+from kvpilot.env.simulator.latency import ProfiledModel
+
+PROGRESS_UNITS = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateConfig:
+    out: Path
+    model: str
+    name: str
+    threads: int | None = None
+    page_size: int = 32
+    prefill_chunk: int = 256
+    quick: bool = False
+    note: str = ""
+    fit_only: Path | None = None  # steps of an earlier run
+    seed: int = 0
+
+    @property
+    def steps_path(self) -> Path:
+        return self.out.with_suffix(".steps.jsonl")
+
+
+def run_calibration(config: CalibrateConfig) -> int:
+    """Returns the exit code: 130 if it was interrupted, and then no profile was written."""
+    console = Console()
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    loaded = load_model(config.model)
+    if config.fit_only is not None:
+        steps = read_steps(config.fit_only)
+    else:
+        finished, steps = _measure(config, loaded, console)
+        if not finished:
+            console.print(
+                f"[yellow]interrupted: {len(steps)} steps are in {config.steps_path}, no profile written[/]"
+            )
+            return 130
+    fit = _fit(config, loaded, steps)
+    fit.profile.write(config.out)
+    _show(fit, len(steps), console)
+    console.print(f"{config.out}: use it with `autotune replay TRACE --profile {config.out}`")
+    return 0
+
+
+def _measure(
+    config: CalibrateConfig, loaded: LoadedModel, console: Console
+) -> tuple[bool, list[MeasuredStep]]:
+    """Whether the grid was finished, and what was measured."""
+    grid = QUICK if config.quick else Grid()
+    engine = build_engine(
+        loaded.llama,
+        grid.envelope(_shape(loaded, config.page_size), EngineConfig().ladder, config.prefill_chunk),
+        engine_class=MeasuredEngine,
+    )
+    assert isinstance(engine, MeasuredEngine)
+    log = StepLog(config.steps_path)
+    try:
+        with (
+            interruptible() as is_stopped,
+            progress_bar("measuring", PROGRESS_UNITS, console) as advance,
+        ):
+            run = GridRun(
+                engine,
+                grid,
+                loaded.tokenizer.vocab_size,
+                config.seed,
+                lambda share: advance(int(PROGRESS_UNITS * share)),
+            )
+            for step in run.steps():
+                log.add(step)
+                if is_stopped():
+                    return False, log.steps
+    finally:
+        log.close()
+    return True, log.steps
+
+
+def _fit(config: CalibrateConfig, loaded: LoadedModel, steps: list[MeasuredStep]) -> Fit:
+    model = loaded.config
+    ladder = EngineConfig().ladder
+    if steps and len(steps[0].features.kv_bytes) != len(ladder):
+        raise KVPilotError(
+            f"the steps are of a ladder of {len(steps[0].features.kv_bytes)} levels: expected {ladder}"
+        )
+    shape = _shape(loaded, config.page_size)
+    return fit_profile(
+        steps,
+        ladder,
+        name=config.name,
+        model=ProfiledModel(
+            name=Path(config.model).name if Path(config.model).exists() else config.model,
+            num_layers=shape.num_layers,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            max_len=model.max_position,
+        ),
+        engine={
+            "pool_bytes": EngineConfig().pool_bytes,
+            "page_size": config.page_size,
+            "prefill_chunk": config.prefill_chunk,
+            "max_batch_ceiling": EngineConfig().max_batch_ceiling,
+        },
+        quality_loss=dict(quality_loss(config.model)),
+        origin=_origin(config, loaded, len(steps)),
+    )
+
+
+def _shape(loaded: LoadedModel, page_size: int) -> PageShape:
+    model = loaded.config
+    return PageShape(
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        page_size=page_size,
+    )
+
+
+def _origin(config: CalibrateConfig, loaded: LoadedModel, num_steps: int) -> dict[str, object]:
+    return {
+        "calibrated": True,
+        "machine": f"{_processor()}, {os.cpu_count()} cores",
+        "threads": torch.get_num_threads(),
+        "dtype": str(loaded.llama.dtype).removeprefix("torch."),
+        "versions": {
+            "kvpilot": version("kvpilot"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["autotune", *sys.argv[1:]]),
+        "steps": num_steps,
+        "grid": asdict(QUICK if config.quick else Grid()),
+        **({"note": config.note} if config.note else {}),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _show(fit: Fit, num_steps: int, console: Console) -> None:
+    table = Table("held-out steps", "number", "median error", "90 % within", "bias")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for kind, error in fit.errors.items():
+        shares = [f"{100 * value:.1f} %" for value in (error.median, error.p90)]
+        table.add_row(kind, str(error.count), *shares, f"{100 * error.bias:+.1f} %")
+    console.print(table)
+    console.print(
+        f"fitted to {num_steps} steps; {fit.num_outliers} took 1.5 times the prediction or more and were left out"
+    )

@@ -1,0 +1,400 @@
+"""`autotune calibrate`, `autotune replay`, `autotune sensitivity`."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer import Argument, Option
+
+from kvpilot.engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvpilot.engine.config import EngineConfig
+    from kvpilot.env.simulator.latency import LatencyProfile
+    from kvpilot.env.traces.trace import Trace
+
+MODELLING, TRAFFIC, SERVER = "Simulated engine", "Traffic", "Against a server"
+DEFAULT_PROFILE = "h200-llama3-8b"
+
+Sample = Annotated[float, Option(help="Share of the sessions to keep.", rich_help_panel=TRAFFIC)]
+Seed = Annotated[int, Option(help="Of all that is drawn.", rich_help_panel=TRAFFIC)]
+FileFormat = Annotated[
+    str, Option("--format", help="auto, mooncake, agentic, azure, jsonl or parquet.", rich_help_panel=TRAFFIC)
+]
+SessionRate = Annotated[
+    float, Option(help="Agentic archives: session starts per second.", rich_help_panel=TRAFFIC)
+]
+MaxTokens = Annotated[
+    int | None, Option(help="Drop requests with more, prompt and reply together.", rich_help_panel=TRAFFIC)
+]
+Users = Annotated[
+    int | None,
+    Option(help="Closed loop: so many users take the sessions one by one.", rich_help_panel=TRAFFIC),
+]
+Seconds = Annotated[
+    float | None, Option(help="Stop the clock here. [default: the end]", rich_help_panel=TRAFFIC)
+]
+Profile = Annotated[
+    str, Option(help="Latency profile: shipped by name, or a .json file.", rich_help_panel=MODELLING)
+]
+PoolMb = Annotated[
+    int | None, Option(min=1, help="KV pool in MiB. [default: the profile's]", rich_help_panel=MODELLING)
+]
+PageSize = Annotated[
+    int | None, Option(help="Tokens per page. [default: the trace's blocks]", rich_help_panel=MODELLING)
+]
+Eviction = Annotated[str, Option(help="lru, hazard, or belady, the oracle.", rich_help_panel=MODELLING)]
+Starvation = Annotated[
+    float, Option(help="A request that waits longer goes first.", rich_help_panel=MODELLING)
+]
+Ttl = Annotated[float, Option(help="Knob ttl_seconds.", rich_help_panel=MODELLING)]
+SizeFactor = Annotated[float, Option(help="Knob size_factor.", rich_help_panel=MODELLING)]
+MaxBatch = Annotated[
+    int | None, Option(help="Knob max_batch. [default: the profile's]", rich_help_panel=MODELLING)
+]
+KvLevel = Annotated[int, Option(help="Knob kv_level.", rich_help_panel=MODELLING)]
+SloTtft = Annotated[float, Option(help="A good request has its first token within so many seconds.")]
+SloItl = Annotated[float, Option(help="And so many seconds between two tokens, on the mean.")]
+
+
+def register(app: typer.Typer) -> None:
+    for command in (calibrate, replay, sensitivity):
+        app.command()(command)
+
+
+def replay(
+    files: Annotated[
+        list[Path],
+        Argument(metavar="TRACE | --compare RESULT.json...", help="A trace; with --compare, results."),
+    ],
+    on: Annotated[str, Option(help="sim, or the URL of an OpenAI-compatible server.")] = "sim",
+    out: Annotated[
+        Path, Option("--out", "-o", help="The result as JSON; the page lies beside it as .html.")
+    ] = Path("replay.json"),
+    compare: Annotated[bool, Option("--compare", help="Put results side by side.")] = False,
+    slo_ttft: SloTtft = 5.0,
+    slo_itl: SloItl = 0.1,
+    window: Annotated[float, Option(help="Seconds per point of the time series.")] = 10.0,
+    sample: Sample = 1.0,
+    seed: Seed = 0,
+    users: Users = None,
+    seconds: Seconds = None,
+    max_tokens: MaxTokens = None,
+    file_format: FileFormat = "auto",
+    session_rate: SessionRate = 1 / 60,
+    profile: Profile = DEFAULT_PROFILE,
+    pool_mb: PoolMb = None,
+    page_size: PageSize = None,
+    eviction: Eviction = "lru",
+    starvation_seconds: Starvation = 300.0,
+    ttl: Ttl = 0.0,
+    size_factor: SizeFactor = 0.0,
+    max_batch: MaxBatch = None,
+    kv_level: KvLevel = 0,
+    model: Annotated[str, Option(help="Model name to ask for.", rich_help_panel=SERVER)] = "smollm2",
+    prompts: Annotated[
+        str, Option(help="ids (token ids), words, or auto: what it takes.", rich_help_panel=SERVER)
+    ] = "auto",
+    vocab_size: Annotated[int, Option(help="Token ids are drawn below.", rich_help_panel=SERVER)] = 30_000,
+    drain: Annotated[
+        float, Option(help="Seconds to wait for the last answers.", rich_help_panel=SERVER)
+    ] = 60.0,
+) -> None:
+    """Replay recorded traffic, simulated in seconds or against a server in real time.
+
+    Ctrl-C writes what there is.
+
+        autotune replay conversation.jsonl --sample 0.125
+
+        autotune replay conversation.jsonl --sample 0.125 --kv-level 2 --out int4.json
+
+        autotune replay --compare replay.json int4.json --out compared.html
+
+        autotune replay chats.parquet --on http://127.0.0.1:8000
+    """
+    from kvpilot.env.replay.result import Slo
+
+    if compare:
+        _compare(files, out)
+        return
+    if len(files) != 1:
+        raise ConfigError(
+            f"{len(files)} traces are invalid: expected one (`autotune trace compose` joins several)"
+        )
+    _check_out(out, ".json")
+    slo = Slo(ttft_seconds=slo_ttft, inter_token_seconds=slo_itl)
+    trace = _read(files[0], file_format, session_rate, sample, seed, max_tokens)
+    end = seconds if seconds is not None else float("inf")
+    if on == "sim":
+        from kvpilot.env.replay.sim import SimReplay, replay_simulated
+        from kvpilot.env.simulator.latency import load_profile
+
+        loaded = load_profile(profile)
+        engine = _engine(
+            loaded,
+            trace,
+            pool_mb,
+            page_size,
+            eviction,
+            starvation_seconds,
+            ttl,
+            size_factor,
+            max_batch,
+            kv_level,
+        )
+        simulated = SimReplay(
+            profile=loaded,
+            engine=engine,
+            slo=slo,
+            window_seconds=window,
+            users=users,
+            end_seconds=end,
+            seed=seed,
+        )
+        _run(lambda **options: replay_simulated(trace, simulated, **options), len(trace), files[0], out)
+        return
+    from kvpilot.env.replay.http import HttpReplay, replay_http
+
+    if users is not None:
+        raise ConfigError("users is for --on sim: against a server the arrivals are as recorded")
+    against = HttpReplay(
+        url=on.rstrip("/"),
+        model=model,
+        slo=slo,
+        prompts=prompts,
+        vocab_size=vocab_size,
+        window_seconds=window,
+        end_seconds=end,
+        drain_seconds=drain,
+        seed=seed,
+    )
+    _run(lambda **options: replay_http(trace, against, **options), len(trace), files[0], out)
+
+
+def calibrate(
+    out: Annotated[
+        Path, Option("--out", "-o", help="The profile; the measured steps lie beside it as .jsonl.")
+    ],
+    model: Annotated[str, Option(help="As for `autotune serve`.")] = "smollm2",
+    name: Annotated[str | None, Option(help="Of the profile. [default: the file's]")] = None,
+    threads: Annotated[int | None, Option(min=1, help="CPU threads. [default: all cores]")] = None,
+    page_size: Annotated[int, Option(help="Tokens per page.")] = 32,
+    prefill_chunk: Annotated[int, Option(help="Prompt tokens per step.")] = 256,
+    quick: Annotated[bool, Option("--quick", help="A small grid: to try it out, not to rely on.")] = False,
+    note: Annotated[str, Option(help="Goes into the profile: anything a reader should know.")] = "",
+    fit_only: Annotated[
+        Path | None, Option(help="Fit the steps of an earlier run, and measure nothing.")
+    ] = None,
+    seed: Annotated[int, Option(help="Of prompts and order.")] = 0,
+) -> None:
+    """Measure what steps of this engine on this machine cost, and fit a latency profile for the simulator.
+
+    Takes a few minutes, and a machine that does nothing else. Ctrl-C keeps the measured steps.
+
+        autotune calibrate --out my-machine.json
+
+        autotune replay trace.jsonl --profile ./my-machine.json
+    """
+    from kvpilot.agent.calibrate import CalibrateConfig, run_calibration
+
+    _check_out(out, ".json")
+    config = CalibrateConfig(
+        out=out,
+        model=model,
+        name=name or out.stem,
+        threads=threads,
+        page_size=page_size,
+        prefill_chunk=prefill_chunk,
+        quick=quick,
+        note=note,
+        fit_only=fit_only,
+        seed=seed,
+    )
+    raise typer.Exit(run_calibration(config))
+
+
+def sensitivity(
+    trace: Annotated[Path, Option(help="The traffic.")],
+    out: Annotated[
+        Path, Option("--out", "-o", help="The table as JSON; the plots lie beside it as .html.")
+    ] = Path("sensitivity.json"),
+    at: Annotated[
+        str | None,
+        Option(
+            help="Where the other knobs stand: kv_level=1,max_batch=32. [default: the best of the sweeps]"
+        ),
+    ] = None,
+    rounds: Annotated[int, Option(min=1, help="Sweeps; each starts from the best of the one before.")] = 2,
+    quality_weight: Annotated[
+        float, Option(help="Goodput share that a quality loss of 1 nat per token costs in `best`.")
+    ] = 6.0,
+    processes: Annotated[int, Option(min=1, help="Simulations at once.")] = 2,
+    slo_ttft: SloTtft = 5.0,
+    slo_itl: SloItl = 0.1,
+    sample: Sample = 1.0,
+    seed: Seed = 0,
+    users: Users = None,
+    seconds: Seconds = None,
+    max_tokens: MaxTokens = None,
+    file_format: FileFormat = "auto",
+    session_rate: SessionRate = 1 / 60,
+    profile: Profile = DEFAULT_PROFILE,
+    pool_mb: PoolMb = None,
+    page_size: PageSize = None,
+    eviction: Eviction = "lru",
+    starvation_seconds: Starvation = 300.0,
+) -> None:
+    """Sweep each knob alone in the simulator, and say what it moves.
+
+    The other knobs stand at the best settings found. Ctrl-C shows what there is.
+
+        autotune sensitivity --trace conversation.jsonl --sample 0.125 --pool-mb 40000
+    """
+    from kvpilot.agent.sensitivity import SensitivityConfig, run_sensitivity
+    from kvpilot.env.replay.result import Slo
+    from kvpilot.env.replay.sim import SimReplay
+    from kvpilot.env.simulator.latency import load_profile
+
+    _check_out(out, ".json")
+    traffic = _read(trace, file_format, session_rate, sample, seed, max_tokens)
+    loaded = load_profile(profile)
+    engine = _engine(loaded, traffic, pool_mb, page_size, eviction, starvation_seconds, 0.0, 0.0, None, 0)
+    replay = SimReplay(
+        profile=loaded,
+        engine=engine,
+        slo=Slo(ttft_seconds=slo_ttft, inter_token_seconds=slo_itl),
+        users=users,
+        end_seconds=seconds if seconds is not None else float("inf"),
+        seed=seed,
+    )
+    config = SensitivityConfig(
+        replay=replay,
+        out=out,
+        at=_parse_knobs(at),
+        rounds=rounds,
+        quality_weight=quality_weight,
+        processes=processes,
+    )
+    raise typer.Exit(run_sensitivity(traffic, config))
+
+
+# ---------------------------------------------------------------------- parts
+def _read(
+    path: Path, file_format: str, session_rate: float, sample: float, seed: int, max_tokens: int | None
+) -> "Trace":
+    from kvpilot.env.traces.compose import drop_longer, sample_sessions
+    from kvpilot.env.traces.readers import ReadOptions, read_trace
+
+    options = ReadOptions(seed=seed, sessions_per_second=session_rate)
+    trace = read_trace(path, file_format, options=options)
+    if sample != 1.0:
+        trace = sample_sessions(trace, sample, seed=seed)
+    return trace if max_tokens is None else drop_longer(trace, max_tokens)
+
+
+def _engine(
+    profile: "LatencyProfile",
+    trace: "Trace",
+    pool_mb: int | None,
+    page_size: int | None,
+    eviction: str,
+    starvation_seconds: float,
+    ttl: float,
+    size_factor: float,
+    max_batch: int | None,
+    kv_level: int,
+) -> "EngineConfig":
+    """The envelope: what is asked for, else the profile's, else the engine's defaults."""
+    from kvpilot.engine.config import EngineConfig, Knobs
+
+    known = dict(profile.engine)
+    default_batch = known.pop("max_batch", Knobs().max_batch)
+    if pool_mb is not None:
+        known["pool_bytes"] = pool_mb << 20
+    ceiling = max(known.get("max_batch_ceiling", EngineConfig().max_batch_ceiling), max_batch or 1)
+    known |= {"page_size": page_size or trace.block_size, "max_batch_ceiling": ceiling}
+    knobs = Knobs(
+        ttl_seconds=ttl, size_factor=size_factor, max_batch=max_batch or default_batch, kv_level=kv_level
+    )
+    return EngineConfig(**known, eviction=eviction, starvation_seconds=starvation_seconds, knobs=knobs)
+
+
+def _run(replay: Any, total: int, source: Path, out: Path) -> None:
+    """With a progress bar, and Ctrl-C as a question; then writes and shows the result."""
+    from dataclasses import replace
+    from datetime import UTC, datetime
+    from importlib.metadata import version
+
+    from rich.console import Console
+
+    from kvpilot.agent.progress import progress_bar
+    from kvpilot.env.replay.interrupt import interruptible
+    from kvpilot.env.replay.report import write_report
+
+    console = Console()
+    with interruptible() as is_stopped, progress_bar("replaying", total, console) as advance:
+        result = replay(progress=lambda done, total: advance(done), is_stopped=is_stopped)
+    facts = {
+        "version": version("kvpilot"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["autotune", *sys.argv[1:]]),
+    }
+    result = replace(
+        result, trace={"name": source.name, **result.trace}, provenance={**result.provenance, **facts}
+    )
+    result.write(out)
+    page = out.with_suffix(".html")
+    write_report([(out.stem, result)], page)
+    _show([(out.stem, result)], console)
+    if result.is_partial:
+        console.print("[yellow]stopped before the end: these are the figures until then[/]")
+    console.print(f"{out} and {page}")
+
+
+def _compare(files: list[Path], out: Path) -> None:
+    from rich.console import Console
+
+    from kvpilot.env.replay.report import write_report
+    from kvpilot.env.replay.result import read_result
+
+    if len(files) < 2:
+        raise ConfigError(f"--compare with {len(files)} result is invalid: expected two or more")
+    page = out.with_suffix(".html")
+    results = [(file.stem, read_result(file)) for file in files]
+    write_report(results, page)
+    _show(results, Console())
+    typer.echo(page)
+
+
+def _show(results: list[Any], console: Any) -> None:
+    from rich.table import Table
+
+    from kvpilot.env.replay.report import figure_rows
+
+    table = Table("", *(name for name, _ in results), *(["change"] if len(results) > 1 else []))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    style = {"good": "green", "bad": "red", "even": "dim"}
+    for row in figure_rows([result for _, result in results]):
+        change = [f"[{style[row.verdict]}]{row.change}[/]"] if len(results) > 1 else []
+        table.add_row(row.label, *row.values, *change)
+    console.print(table)
+
+
+def _check_out(out: Path, suffix: str) -> None:
+    """Before long work."""
+    if out.suffix != suffix:
+        raise ConfigError(f"out={str(out)!r} is invalid: expected a name that ends in {suffix}")
+    if not out.parent.is_dir():
+        raise ConfigError(f"out={str(out)!r} is invalid: there is no folder {out.parent}")
+
+
+def _parse_knobs(text: str | None) -> dict[str, float] | None:
+    if text is None:
+        return None
+    try:
+        pairs = [part.split("=") for part in text.split(",")]
+        return {name.strip(): float(value) for name, value in pairs}
+    except ValueError:
+        raise ConfigError(f"at={text!r} is invalid: expected KNOB=VALUE,KNOB=VALUE") from None

@@ -1,0 +1,174 @@
+"""A trace against the simulator."""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from math import inf
+from typing import Any
+
+from kvpilot.engine.config import EngineConfig
+from kvpilot.engine.errors import ConfigError
+from kvpilot.engine.kv.quality import quality_loss
+from kvpilot.engine.request import FinishReason, Request
+from kvpilot.engine.stats import StatsSnapshot
+from kvpilot.env.replay.result import CUT_OFF, DONE, FAILED, REFUSED, REQUEST_COLUMNS, ReplayResult, Slo
+from kvpilot.env.replay.summary import summarize
+from kvpilot.env.replay.windows import window_columns
+from kvpilot.env.simulator.belady import BeladyPolicy
+from kvpilot.env.simulator.closed_loop import ClosedLoopSimulation
+from kvpilot.env.simulator.latency import LatencyProfile, ProfiledModel
+from kvpilot.env.simulator.simulation import Simulation
+from kvpilot.env.traces.trace import Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimReplay:
+    """What to simulate. `engine.eviction` may be belady, in open loop.
+
+    `users` closes the loop: so many users take the trace's sessions one by one. `end_seconds` stops the clock.
+    """
+
+    profile: LatencyProfile
+    engine: EngineConfig
+    slo: Slo
+    window_seconds: float = 10.0
+    users: int | None = None
+    end_seconds: float = inf
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.window_seconds > 0:
+            raise ConfigError(f"window_seconds={self.window_seconds!r} is invalid: expected a number > 0")
+        if self.users is not None and self.users < 1:
+            raise ConfigError(f"users={self.users!r} is invalid: expected >= 1")
+        if self.users is not None and self.engine.eviction == "belady":
+            raise ConfigError("eviction='belady' needs arrivals known beforehand: not in closed loop (users)")
+
+    @property
+    def model(self) -> ProfiledModel:
+        if self.profile.model is None:
+            raise ConfigError(
+                f"profile {self.profile.name!r} names no model: field model is needed to size pages"
+            )
+        return self.profile.model
+
+    @property
+    def quality_loss(self) -> dict[str, float]:
+        """As measured on the model, else what the profile says."""
+        return dict(quality_loss(self.model.name) or self.profile.quality_loss)
+
+
+def make_simulation(trace: Trace, replay: SimReplay) -> Simulation:
+    """The simulation at its beginning."""
+    page_size = replay.engine.page_size
+    trace = trace if trace.block_size == page_size else trace.with_block_size(page_size)
+    shape, profile = replay.model.page_shape(page_size), replay.profile.for_page_size(page_size)
+    options: dict[str, Any] = {
+        "model_max_len": replay.model.max_len,
+        "quality_loss": replay.quality_loss,
+    }
+    if replay.users is not None:
+        return ClosedLoopSimulation(
+            trace, replay.engine, shape, profile, users=replay.users, seed=replay.seed, **options
+        )
+    if replay.engine.eviction == "belady":
+        fits = trace.select(trace.prompt_tokens < replay.model.max_len)
+        options["policy"] = BeladyPolicy(fits)
+    return Simulation(trace, replay.engine, shape, profile, **options)
+
+
+def replay_simulated(
+    trace: Trace,
+    replay: SimReplay,
+    *,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> ReplayResult:
+    """Runs until all is answered, `end_seconds` is reached or `is_stopped`; `progress` gets requests ended."""
+    started = time.perf_counter()
+    simulation = make_simulation(trace, replay)
+    snapshots = [simulation.engine.snapshot()]
+    while not simulation.is_done and simulation.clock.now < replay.end_seconds and not is_stopped():
+        simulation.run(until=min(snapshots[-1].time + replay.window_seconds, replay.end_seconds))
+        snapshots.append(simulation.engine.snapshot())
+        progress(len(simulation.finished) + len(simulation.refused), len(trace))
+    return _result(simulation, replay, snapshots, time.perf_counter() - started)
+
+
+def _result(
+    simulation: Simulation, replay: SimReplay, snapshots: list[StatsSnapshot], took_seconds: float
+) -> ReplayResult:
+    trace = simulation.trace
+    requests = _columns(_request_rows(simulation))
+    windows = window_columns(snapshots)
+    return ReplayResult(
+        target="sim",
+        trace={
+            "provenance": list(trace.provenance),
+            "num_requests": len(trace),
+            "block_size": trace.block_size,
+        },
+        config={
+            "engine": asdict(replay.engine),
+            "profile": {"name": replay.profile.name, "origin": replay.profile.origin},
+            "model": asdict(replay.model),
+            "quality_loss": replay.quality_loss,
+            "users": replay.users,
+        },
+        slo=replay.slo,
+        requests=requests,
+        windows=windows,
+        summary=summarize(requests, windows, replay.slo),
+        provenance={
+            "simulated_in_seconds": took_seconds,
+            "requests_per_cpu_second": len(trace) / took_seconds,
+        },
+        is_partial=not simulation.is_done,
+    )
+
+
+def _request_rows(simulation: Simulation) -> Iterable[tuple[Any, ...]]:
+    """In order of arrival; what has not arrived is left out."""
+    rows = {
+        simulation.row_of(request): request_row(simulation.trace, request) for request in simulation.finished
+    }
+    for refusal in simulation.refused:
+        rows[refusal.row] = _bare_row(simulation, refusal.row, REFUSED)
+    scheduler = simulation.engine.scheduler
+    for request in (*scheduler.running, *scheduler.waiting):
+        row = simulation.row_of(request)
+        rows[row] = _bare_row(simulation, row, CUT_OFF)
+    return sorted(rows.values(), key=lambda row: (row[3], row[0]))
+
+
+def request_row(trace: Trace, request: Request) -> tuple[Any, ...]:
+    """REQUEST_COLUMNS of a request that ended."""
+    row, arrival = Simulation.row_of(request), request.arrival_time
+    first, last = request.first_token_time, request.last_token_time
+    is_done = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+    gaps = request.num_output_tokens - 1
+    return (
+        row,
+        int(trace.session[row]),
+        int(trace.turn[row]),
+        arrival,
+        None if request.first_admission_time is None else request.first_admission_time - arrival,
+        None if first is None else first - arrival,
+        (last - first) / gaps if first is not None and last is not None and gaps > 0 else None,
+        None if request.finish_time is None else request.finish_time - arrival,
+        request.num_prompt_tokens,
+        request.num_cached,
+        request.num_output_tokens,
+        DONE if is_done else FAILED,
+    )
+
+
+def _bare_row(simulation: Simulation, row: int, status: str) -> tuple[Any, ...]:
+    trace = simulation.trace
+    known = (row, int(trace.session[row]), int(trace.turn[row]), simulation.arrival_of(row))
+    return (*known, None, None, None, None, int(trace.prompt_tokens[row]), 0, 0, status)
+
+
+def _columns(rows: Iterable[tuple[Any, ...]]) -> dict[str, list[Any]]:
+    table = list(rows)
+    return {name: [row[k] for row in table] for k, name in enumerate(REQUEST_COLUMNS)}

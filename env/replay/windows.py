@@ -1,0 +1,80 @@
+"""A replay over time: one row per window, from two snapshots of the engine's statistics."""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from kvpilot.engine.stats import StatsSnapshot, StatsWindow
+
+IDLE_AND_LIVE = ("live", "retained", "unprotected")
+
+
+def window_columns(snapshots: Sequence[StatsSnapshot]) -> dict[str, list[Any]]:
+    """Columns of `window_row` for every two neighbours."""
+    rows = [window_row(StatsWindow(start=a, end=b)) for a, b in pairwise(snapshots) if b.time > a.time]
+    return {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
+
+
+def window_row(window: StatsWindow) -> dict[str, Any]:
+    """Rates, quantiles and the state at the end; nan where nothing happened.
+
+    `evictions` by cause: pages released unprotected, or retained and taken for one of three reasons.
+    `pool_tokens` and `pool_bytes` by state and level. `quality_loss` weighs each level's loss by the pages in use.
+    """
+    end, seconds = window.end, window.seconds
+    ttft, gap = window.histogram("time_to_first_token_seconds"), window.histogram("inter_token_seconds")
+    levels = [labels[0] for name, labels in end.values if name == "kv_quality_loss"]
+    return {
+        "end_seconds": end.time,
+        "seconds": seconds,
+        "arrived": window.total("requests_received"),
+        "finished": window.total("requests_finished"),
+        "rejected": window.total("requests_rejected"),
+        "query_tokens": window.total("prefix_query_tokens"),
+        "hit_tokens": window.total("prefix_hit_tokens"),
+        "prefill_tokens": window.total("prefill_tokens"),
+        "generated_tokens": window.total("generation_tokens"),
+        "hit_rate": window.hit_rate,
+        "ttft_p50_seconds": ttft.quantile(0.5),
+        "ttft_p99_seconds": ttft.quantile(0.99),
+        "gap_p50_seconds": gap.quantile(0.5),
+        "gap_p99_seconds": gap.quantile(0.99),
+        "running": end.value("requests_running"),
+        "waiting": end.value("requests_waiting"),
+        "preemptions": window.total("preemptions"),
+        "evictions": evictions(window),
+        "expired": window.total("pages_expired"),
+        "over_budget": window.total("pages_over_budget"),
+        "stepped_down": {level: window.delta("pages_stepped_down", level) for level in levels[1:]},
+        "pool_bytes": {
+            state: {level: end.values.get(("page_bytes", (state, level)), 0) for level in levels}
+            for state in IDLE_AND_LIVE
+        },
+        "free_bytes": end.value("pool_free_bytes"),
+        "quality_loss": quality_loss(window, levels),
+        "knobs": {labels[0]: value for (name, labels), value in end.values.items() if name == "knob"},
+    }
+
+
+def evictions(window: StatsWindow) -> dict[str, float]:
+    """Pages released, by cause."""
+    taken = {
+        reason: window.delta("retained_taken", reason) for reason in ("idle_engine", "growth", "starving")
+    }
+    return {"unprotected": window.delta("pages_released", "unprotected"), **taken}
+
+
+def quality_loss(window: StatsWindow, levels: Sequence[str]) -> float:
+    """Mean over the window's two ends, by pages in use; nan while nothing runs."""
+    losses = [_loss_of(snapshot, levels) for snapshot in (window.start, window.end)]
+    known = [loss for loss in losses if not math.isnan(loss)]
+    return sum(known) / len(known) if known else math.nan
+
+
+def _loss_of(snapshot: StatsSnapshot, levels: Sequence[str]) -> float:
+    pages = {level: snapshot.values.get(("pages", ("live", level)), 0) for level in levels}
+    total = sum(pages.values())
+    if not total:
+        return math.nan
+    return sum(num * snapshot.value("kv_quality_loss", level) for level, num in pages.items()) / total
