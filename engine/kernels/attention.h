@@ -56,8 +56,8 @@ void scores(const uint8_t* k, const uint8_t* next_k, int num_tokens, const float
 
 // out[g] = out[g] * keep[g] + sum over t of p[g][t] * v[t] for a tile of G queries.
 template <class C, int W, int D, int G>
-void weigh(const uint8_t* v, const uint8_t* next_v, int num_tokens, const float* p, int p_stride, const float* keep, int head_dim,
-           float* out) {
+void weigh(const uint8_t* v, const uint8_t* next_v, int num_tokens, const float* p, int p_stride,
+           const float* keep, int head_dim, float* out) {
     const int dim = D ? D : head_dim, half_dim = dim / 2;
     const int64_t row_bytes = C::row_bytes(dim);
     for (int j = 0; j < half_dim; j += W) {
@@ -135,8 +135,8 @@ template <int W> float advance(float* s, int num_tokens, float& top, float& mass
 }
 
 template <class C, int W, int D>
-void attend_page(const HeadPage& page, const HeadPage& next, int num_tokens, const float* q, int group, const Layout& layout,
-                 Softmax& state) {
+void attend_page(const HeadPage& page, const HeadPage& next, int num_tokens, const float* q, int group,
+                 const Layout& layout, Softmax& state) {
     const int dim = D ? D : int(layout.head_dim), stride = kMaxPage;
     const int padded = (num_tokens + W - 1) / W * W;
     alignas(64) float s[kMaxGroup * kMaxPage], keep[kMaxGroup], bias[kMaxGroup] = {};

@@ -189,8 +189,10 @@ template <class C>
 bool encode_head(const float* k, const float* v, const Layout& layout, const HeadPage& page) {
     uint8_t *k_codes = (uint8_t*)page.k, *v_codes = (uint8_t*)page.v;
     const int64_t count = layout.head_values();
-    if constexpr (C::kind == kFP32) return encode_plain<float>(k, count, k_codes) && encode_plain<float>(v, count, v_codes);
-    if constexpr (C::kind == kBF16) return encode_plain<bf16>(k, count, k_codes) && encode_plain<bf16>(v, count, v_codes);
+    if constexpr (C::kind == kFP32)
+        return encode_plain<float>(k, count, k_codes) && encode_plain<float>(v, count, v_codes);
+    if constexpr (C::kind == kBF16)
+        return encode_plain<bf16>(k, count, k_codes) && encode_plain<bf16>(v, count, v_codes);
     if constexpr (C::has_row_scales)
         return encode_scaled<C::kind == kInt8>(k, layout, k_codes, (half*)page.k_scales) &&
                encode_scaled<C::kind == kInt8>(v, layout, v_codes, (half*)page.v_scales);

@@ -112,7 +112,8 @@ template <class T, class S> struct WriteCall {
             for (int64_t j = 0; j < dim; j += W) store<W>(to + j, load<W>(x + j));
         } else {  // K heads, then V heads, as in the page
             S* page = (S*)(pool + places[2 * token]);
-            S* to = page + (layer * 2 * kv_heads + head - num_heads) * layout.head_values() + places[2 * token + 1] * dim;
+            const int64_t index = layer * 2 * kv_heads + head - num_heads;
+            S* to = page + index * layout.head_values() + places[2 * token + 1] * dim;
             for (int64_t j = 0; j < dim; j += W) store<W>(to + j, load<W>(x + j));
         }
     }
