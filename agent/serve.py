@@ -30,6 +30,7 @@ class ServeConfig:
     admin_port: int = 8001
     dtype: str = "auto"  # of the computation
     threads: int | None = None  # None: what torch finds
+    record: Path | None = None  # a trace of the requests is appended here
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
@@ -68,5 +69,6 @@ def run_server(config: ServeConfig) -> int:
         host=config.host,
         port=config.port,
         admin_port=config.admin_port,
+        record=config.record,
     )
     return serve(engine, loaded.tokenizer, metrics_source(registry), server)

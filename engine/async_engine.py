@@ -94,9 +94,13 @@ class AsyncEngine:
     MAX_FAILED_STEPS in a row everything is failed and `state` stays "failed".
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, on_end: Callable[[Request], None] | None = None
+    ) -> None:
+        """`on_end` is called on the engine thread with each request that has ended, whatever the reason."""
         self.engine = engine
         self._tokenizer = tokenizer
+        self._on_end = on_end
         self._thread = threading.Thread(target=self._run, name="kvpilot-engine", daemon=True)
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -222,8 +226,10 @@ class AsyncEngine:
         return request
 
     def _abort(self, request_id: str) -> None:
-        self._streams.pop(request_id, None)
+        stream = self._streams.pop(request_id, None)
         self.engine.abort(request_id)
+        if stream is not None and self._on_end is not None:
+            self._on_end(stream.request)
 
     def _stop(self) -> None:
         self._stopping = True
@@ -253,6 +259,8 @@ class AsyncEngine:
     def _end(self, stream: _Stream, reason: FinishReason, text: str = "") -> None:
         del self._streams[stream.request.request_id]
         self._outbox.append(partial(stream.generation.push, stream.take(text, reason)))
+        if self._on_end is not None:
+            self._on_end(stream.request)
 
     def _flush(self) -> None:
         """One hand-over to the event loop per step, whatever the number of requests."""

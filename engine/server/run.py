@@ -7,9 +7,11 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from ipaddress import ip_address
+from pathlib import Path
 from typing import NamedTuple
 
 import uvicorn
@@ -22,6 +24,7 @@ from kvpilot.engine.model.tokenizer import Tokenizer
 from kvpilot.engine.server.admin import create_admin_app
 from kvpilot.engine.server.app import create_app
 from kvpilot.engine.server.openai import MetricsSource
+from kvpilot.engine.server.recorder import TrafficRecorder
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +43,7 @@ class ServerConfig:
     admin_host: str = "127.0.0.1"
     admin_port: int = 8001
     drain_seconds: float = 30.0  # for running requests to end after SIGTERM
+    record: Path | None = None  # a trace of the requests is appended here
 
 
 class Addresses(NamedTuple):
@@ -107,7 +111,8 @@ async def run_servers(
         public = stack.enter_context(bind(config.host, config.port, "port"))
         admin = stack.enter_context(bind(config.admin_host, config.admin_port, "admin_port"))
         _warn_if_exposed(config.admin_host)
-        async_engine = AsyncEngine(engine, tokenizer)
+        recorder = None if config.record is None else stack.enter_context(_recorder(engine, config.record))
+        async_engine = AsyncEngine(engine, tokenizer, on_end=None if recorder is None else recorder.record)
         app = create_app(async_engine, tokenizer, config.model_name, metrics)
         admin_app = create_admin_app(async_engine, config.admin_token)
         servers = [_server(app), _server(admin_app)]
@@ -131,6 +136,10 @@ async def run_servers(
             server.should_exit = True
         await asyncio.gather(*tasks)
         await async_engine.close()
+
+
+def _recorder(engine: Engine, path: Path) -> TrafficRecorder:
+    return TrafficRecorder(path, page_size=engine.config.page_size, clock_offset=time.time() - engine.clock())
 
 
 def _server(app: FastAPI) -> _Server:

@@ -14,7 +14,7 @@ from kvpilot.engine.config import EngineConfig, Knobs
 
 FLAGS = {
     "serve": "admin-port admin-token-file dtype eviction host kv-level ladder max-batch max-batch-ceiling "
-    "max-model-len max-waiting model page-size pool-bytes pool-mb port prefill-chunk size-factor "
+    "max-model-len max-waiting model page-size pool-bytes pool-mb port prefill-chunk record size-factor "
     "starvation-seconds threads ttl",
     "run": "admin-url audit decide-every interval min-change-seconds mode policy timeout token-file url",
     "demo": "model out pool-mb quick seconds-per-phase seed",

@@ -31,7 +31,9 @@ def run_server(stub: ModuleType) -> Callable[..., AbstractContextManager[SimpleN
 
 
 @contextmanager
-def _running(stub: ModuleType, *, drain_seconds: float = 5.0, **changes: object) -> Iterator[SimpleNamespace]:
+def _running(
+    stub: ModuleType, *, drain_seconds: float = 5.0, record: Path | None = None, **changes: object
+) -> Iterator[SimpleNamespace]:
     from kvpilot.engine.server.run import ServerConfig, run_servers
 
     tokenizer = stub.make_tokenizer()
@@ -50,7 +52,12 @@ def _running(stub: ModuleType, *, drain_seconds: float = 5.0, **changes: object)
             ready.set()
 
         config = ServerConfig(
-            model_name=stub.MODEL, admin_token=stub.TOKEN, port=0, admin_port=0, drain_seconds=drain_seconds
+            model_name=stub.MODEL,
+            admin_token=stub.TOKEN,
+            port=0,
+            admin_port=0,
+            drain_seconds=drain_seconds,
+            record=record,
         )
         await run_servers(engine, tokenizer, stub.make_metrics(engine), config, stop=stop, on_ready=on_ready)
 
