@@ -50,6 +50,7 @@ class MemoryEngine:
     def patch(self, knobs, expected_revision=None) -> PatchResult:
         if self.fault == "race":
             self.revision += 1
+        assert expected_revision is not None
         if expected_revision != self.revision:
             raise KnobStaleError(expected_revision, self.revision)
         clean = validate_knobs(dict(knobs), CONFIG)
