@@ -1,0 +1,70 @@
+"""`autotune bench`: measurements that a user may repeat, with their results for a terminal and as JSON."""
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from kvpilot.agent import quality
+from kvpilot.engine.errors import ConfigError
+from kvpilot.engine.model.load import load_model
+
+QUICK_WINDOWS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class QualityConfig:
+    """What `autotune bench quality` does."""
+
+    model: str = "smollm2"
+    num_windows: int = 16  # of 2,048 tokens, prose and code in turn
+    quick: bool = False  # a quarter of the windows, and only what the engine ships
+    threads: int | None = None
+    json_path: Path | None = None
+    table_path: Path | None = None  # of kv/quality.json, to merge the mean KL per codec into
+
+    @property
+    def command(self) -> str:
+        return f"autotune bench quality --model {self.model}" + (" --quick" if self.quick else "")
+
+
+def run_quality(config: QualityConfig) -> int:
+    """Measures, prints, writes what was asked for; the exit code."""
+    for path in filter(None, (config.json_path, config.table_path)):
+        if not path.parent.is_dir():
+            raise ConfigError(f"{path} cannot be written: expected an existing folder, {path.parent} is none")
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    recipes = quality.SHIPPED if config.quick else (*quality.SHIPPED, *quality.INGREDIENTS)
+    num_windows = min(config.num_windows, QUICK_WINDOWS) if config.quick else config.num_windows
+    model = load_model(config.model, torch.float32)
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(f"{len(recipes)} recipes, {num_windows} windows", total=1.0)
+        report = quality.run(
+            model,
+            recipes,
+            num_windows=num_windows,
+            on_progress=lambda share: progress.update(task, completed=share),
+        )
+    Console().print(quality.table(report))
+    about = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "command": config.command}
+    if config.json_path:
+        config.json_path.write_text(json.dumps(about | report.as_dict(), indent=1) + "\n")
+    if config.table_path:
+        merge_table(config.table_path, config.model, about, report)
+    return 0
+
+
+def merge_table(path: Path, model: str, about: dict[str, str], report: quality.QualityReport) -> None:
+    """Sets this model's entry in the table behind the gauge `kv_quality_loss`: the first recipe of each codec."""
+    table = json.loads(path.read_text()) if path.exists() else {"models": {}}
+    kl_mean: dict[str, float] = {}
+    for row in report.recipes:
+        kl_mean.setdefault(row.codec, float(f"{row.kl_mean:.3g}"))
+    table["models"][model] = about | {"kl_mean": kl_mean}
+    path.write_text(json.dumps(table, indent=1) + "\n")
