@@ -40,7 +40,7 @@ clean:
 	rm -rf $(VENV)
 
 # A half-made .venv has no stamp, so that the next call goes on where this one stopped.
-$(STAMP): pyproject.toml setup.py engine/kernels/cpu.cpp
+$(STAMP): pyproject.toml setup.py $(wildcard engine/kernels/*.cpp engine/kernels/*.h)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[serve,control,dev]'
