@@ -29,7 +29,10 @@ class QualityConfig:
 
     @property
     def command(self) -> str:
-        return f"autotune bench quality --model {self.model}" + (" --quick" if self.quick else "")
+        return (
+            f"autotune bench quality --model {self.model} --windows {self.num_windows}"
+            + " --quick" * self.quick
+        )
 
 
 def run_quality(config: QualityConfig) -> int:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from kvpilot.agent import replay_cli, trace_cli
+from kvpilot.agent import bench_cli, replay_cli, trace_cli
 from kvpilot.agent.controller import Mode
 from kvpilot.engine.config import EngineConfig, Knobs
 from kvpilot.engine.errors import ConfigError, KVPilotError
@@ -39,6 +39,7 @@ app = typer.Typer(
 knobs_app = typer.Typer(no_args_is_help=True, help="Read and write the four live knobs of a running engine.")
 app.add_typer(knobs_app, name="knobs")
 app.add_typer(trace_cli.app, name="trace")
+app.add_typer(bench_cli.app, name="bench")
 replay_cli.register(app)
 
 DEFAULT_TOKEN_FILE = Path("~/.kvpilot/admin.token")  # of serve, run and knobs alike

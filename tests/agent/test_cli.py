@@ -18,6 +18,7 @@ FLAGS = {
     "starvation-seconds threads ttl",
     "run": "admin-url audit decide-every interval min-change-seconds mode policy timeout token-file url",
     "demo": "model out pool-mb quick seconds-per-phase seed",
+    "bench quality": "json model quick table threads windows",
     "knobs get": "admin-url json token-file",
     "knobs set": "admin-url expected-revision token-file",
 }
