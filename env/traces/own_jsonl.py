@@ -8,8 +8,11 @@ may stand anywhere. Requests may stand in any order.
 import gzip
 import json
 import lzma
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TextIO, cast
 
 import numpy as np
 
@@ -72,11 +75,25 @@ def _add(builder: TraceBuilder, line: int, record: dict[str, Any]) -> None:
 
 def write_own_jsonl(trace: Trace, path: Path) -> None:
     """Compressed if the name ends in .gz or .xz. Read back, the columns are equal."""
-    opener = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
-    with opener(path, "wt", encoding="utf-8") as stream:
+    with _open_for_writing(path) as stream:
         stream.write(json.dumps({"kvpilot_trace": VERSION, "provenance": list(trace.provenance)}) + "\n")
         for i in range(len(trace)):
             stream.write(json.dumps(_record(trace, i), separators=(",", ":")) + "\n")
+
+
+@contextmanager
+def _open_for_writing(path: Path) -> Iterator[TextIO]:
+    """No time or name goes into the gzip header: the same trace gives the same bytes."""
+    with path.open("wb") as raw:
+        match path.suffix:
+            case ".gz":
+                packed = gzip.GzipFile(filename="", fileobj=raw, mode="wb", mtime=0)
+            case ".xz":
+                packed = lzma.LZMAFile(raw, "wb")  # noqa: SIM115 - closed by the text layer
+            case _:
+                packed = raw
+        with TextIOWrapper(cast(BinaryIO, packed), encoding="utf-8") as stream:
+            yield stream
 
 
 def _record(trace: Trace, i: int) -> dict[str, Any]:

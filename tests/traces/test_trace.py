@@ -153,9 +153,9 @@ def test_an_edited_message_does_not_pass_for_the_reply():
         block_ids=np.array([0, 1, 0, 1, 2, 3, 0, 1, 4, 5]),
         block_offsets=np.array([0, 2, 6, 10]),
         block_size=4,
-        session=np.zeros(3),
+        session=np.zeros(3, dtype=np.int64),
         turn=np.array([1, 2, 2]),
-        tenant=np.zeros(3),
+        tenant=np.zeros(3, dtype=np.int64),
     )
     assert trace.successor.tolist() == [1, -1, -1]
     assert trace.reply_blocks(0).tolist() == [0, 1, 2]

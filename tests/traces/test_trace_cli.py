@@ -6,7 +6,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from kvpilot.agent import cli
+from kvpilot.agent import cli, trace_cli
 from kvpilot.agent.trace_report import make_charts, rows
 from kvpilot.env.traces.compose import scale_arrivals
 from kvpilot.env.traces.files import write_trace
@@ -29,7 +29,7 @@ def call(*args: object):
 
 @pytest.mark.parametrize("name", FLAGS)
 def test_the_flags_are_these(name):
-    command = get_command(cli.app).commands["trace"].commands[name]
+    command = get_command(trace_cli.app).commands[name]  # pyright: ignore[reportAttributeAccessIssue]
     options = [param for param in command.params if param.param_type_name == "option"]
     assert {option.lstrip("-") for param in options for option in param.opts} == set(FLAGS[name].split())
 
@@ -99,6 +99,8 @@ def test_compose_by_flags(talk, tmp_path):
     expected = scale_arrivals(trace, 0.5, seed=4)
     assert made.arrival_seconds.tolist() == expected.arrival_seconds.tolist()
     assert [step["step"] for step in made.provenance] == ["read", "scale_arrivals", "read"]
+    call("compose", tmp_path / "a.jsonl", "--scale", 0.5, "--seed", 4, "-o", tmp_path / "c.jsonl.gz")
+    assert (tmp_path / "c.jsonl.gz").read_bytes() == (tmp_path / "b.jsonl.gz").read_bytes()
 
 
 def test_compose_by_spec(talk, tmp_path):
