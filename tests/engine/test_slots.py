@@ -49,6 +49,7 @@ def test_compaction_leaves_at_most_one_partial_slot():
     slots = SlotAllocator(num_slots=8, slot_bytes=64, cell_bytes=[64, 16])
     addresses = [slots.allocate(1) for _ in range(32)]
     for address in addresses[::2]:
+        assert address is not None
         slots.free(address)
     while moved := slots.sparse_slot(1):
         for address in moved:

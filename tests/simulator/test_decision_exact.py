@@ -1,6 +1,7 @@
 """The simulator books many steps at once; the engine takes them one by one. Both must decide the same."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -86,7 +87,7 @@ def record(engine: Engine) -> list[tuple]:
     return log
 
 
-def drive(engine: Engine, arrivals: list, changes: list) -> None:
+def drive(engine: Any, arrivals: list, changes: list) -> None:
     """Feed requests and knob changes at their times, as the simulator and a live server do: before a step."""
     clock = engine.clock
     pending, changes = sorted(arrivals), sorted(changes, key=lambda change: change[0])
@@ -115,7 +116,7 @@ def drive(engine: Engine, arrivals: list, changes: list) -> None:
             clock.now = max(clock.now, engine.next_event)
 
 
-def build(simulated: bool, **config: object) -> Engine:
+def build(simulated: bool, **config: Any) -> Engine:
     clock = VirtualClock()
     settings = EngineConfig(page_size=8, prefill_chunk=32, tail_tokens=16, max_batch_ceiling=8, **config)
     if simulated:
