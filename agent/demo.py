@@ -31,6 +31,7 @@ from kvpilot.engine.errors import ConfigError
 
 SAMPLE_SECONDS = 1.0
 WARM_UP_REQUESTS = 4
+STARVATION_SECONDS = 10.0  # the default of 300 is for hours of traffic, not for minutes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,7 @@ def _measure(config: DemoConfig, recording: Recording, sessions: list[Session], 
     """One run on a fresh server."""
     table.say(f"{recording.name}: starting the engine (the first time it fetches the model)")
     serve = ["--model", config.model, "--pool-mb", str(config.pool_mb)]
+    serve += ["--starvation-seconds", str(STARVATION_SECONDS)]
     with launched(serve, directory=config.out, name=recording.name) as server:
         model = _warm_up(server)
         table.say(f"{recording.name}: {len(sessions)} chats on {server.url}")
