@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvpilot.env.traces.trace import Trace
 
 MODELLING, TRAFFIC, SERVER = "Simulated engine", "Traffic", "Against a server"
+NUM_POINTS = 120
 DEFAULT_PROFILE = "h200-llama3-8b"
 
 Sample = Annotated[float, Option(help="Share of the sessions to keep.", rich_help_panel=TRAFFIC)]
@@ -75,7 +76,9 @@ def replay(
     compare: Annotated[bool, Option("--compare", help="Put results side by side.")] = False,
     slo_ttft: SloTtft = 5.0,
     slo_itl: SloItl = 0.1,
-    window: Annotated[float, Option(help="Seconds per point of the time series.")] = 10.0,
+    window: Annotated[
+        float | None, Option(help="Seconds per point of the time series. [default: a 120th of the trace]")
+    ] = None,
     sample: Sample = 1.0,
     seed: Seed = 0,
     users: Users = None,
@@ -126,6 +129,7 @@ def replay(
     slo = Slo(ttft_seconds=slo_ttft, inter_token_seconds=slo_itl)
     trace = _read(files[0], file_format, session_rate, sample, seed, max_tokens)
     end = seconds if seconds is not None else float("inf")
+    window_seconds = window or max(1.0, round(min(trace.duration_seconds, end) / NUM_POINTS, 1))
     if on == "sim":
         from kvpilot.env.replay.sim import SimReplay, replay_simulated
         from kvpilot.env.simulator.latency import load_profile
@@ -147,7 +151,7 @@ def replay(
             profile=loaded,
             engine=engine,
             slo=slo,
-            window_seconds=window,
+            window_seconds=window_seconds,
             users=users,
             end_seconds=end,
             seed=seed,
@@ -164,7 +168,7 @@ def replay(
         slo=slo,
         prompts=prompts,
         vocab_size=vocab_size,
-        window_seconds=window,
+        window_seconds=window_seconds,
         end_seconds=end,
         drain_seconds=drain,
         seed=seed,
@@ -227,8 +231,8 @@ def sensitivity(
     ] = None,
     rounds: Annotated[int, Option(min=1, help="Sweeps; each starts from the best of the one before.")] = 2,
     quality_weight: Annotated[
-        float, Option(help="Goodput share that a quality loss of 1 nat per token costs in `best`.")
-    ] = 6.0,
+        float, Option(help="What a quality loss of 1 nat per token costs in goodput, to find `best`.")
+    ] = 100.0,
     processes: Annotated[int, Option(min=1, help="Simulations at once.")] = 2,
     slo_ttft: SloTtft = 5.0,
     slo_itl: SloItl = 0.1,
