@@ -210,7 +210,7 @@ class KVCache:
 
     def _extreme(self, state: PageState, now: float, *, least: bool) -> Page | None:
         """The least (or most) valuable idle page of this state, over all levels."""
-        queues = [queue for pair in self._idle[state] for queue in pair if len(queue)]
+        queues = [queue for pair in self._idle[state] for queue in pair if queue.pages]
         pages = [page for queue in queues if (page := queue.first(now) if least else queue.last(now))]
         if len(pages) <= 1:
             return pages[0] if pages else None
@@ -341,7 +341,7 @@ class KVCache:
         self.pool.check_integrity()
         for state in IDLE_STATES:
             for level, queues in enumerate(self._idle[state]):
-                queued = [len(queue) for queue in queues]
+                queued = [len(queue.pages) for queue in queues]
                 if queued != self.pool.counts[state][level]:
                     booked = self.pool.counts[state][level]
                     raise PoolIntegrityError(

@@ -126,26 +126,23 @@ class IdleQueue:
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
-        self._members: dict[Page, int] = {}  # idle_rank when added
+        self.pages: dict[Page, int] = {}  # with their idle_rank
         self._old: dict[int, list[_Entry]] = {}  # the least valuable on top
         self._new: dict[int, list[_Entry]] | None = None  # the most valuable on top; made when first needed
 
-    def __len__(self) -> int:
-        return len(self._members)
-
     def add(self, page: Page) -> None:
         bucket, order, rank = self._policy.bucket(page), self._policy.order(page), page.idle_rank
-        self._members[page] = rank
+        self.pages[page] = rank
         heapq.heappush(self._old.setdefault(bucket, []), (order, rank, page))
         if self._new is not None:
             heapq.heappush(self._new.setdefault(bucket, []), (-order, -rank, page))
 
     def remove(self, page: Page) -> None:
-        del self._members[page]
+        del self.pages[page]
 
     def first(self, now: float) -> Page | None:
         """The least valuable page; within a bucket, of equal order, the one idle longest."""
-        if not self._members:
+        if not self.pages:
             return None
         heads = [head for heap in self._old.values() if (head := self._head(heap, 1))]
         if len(heads) <= 1:
@@ -154,7 +151,7 @@ class IdleQueue:
 
     def last(self, now: float) -> Page | None:
         """The most valuable page; within a bucket, of equal order, the one idle shortest."""
-        if not self._members:
+        if not self.pages:
             return None
         if self._new is None:
             self._new = {
@@ -167,13 +164,13 @@ class IdleQueue:
         return max(heads, key=lambda page: (self._policy.value(page, now), page.idle_rank))
 
     def _head(self, heap: list["_Entry"], sign: int) -> Page | None:
-        members = self._members
-        if len(heap) > 64 + 4 * len(members):
-            valid = {entry[1]: entry for entry in heap if members.get(entry[2]) == sign * entry[1]}
+        pages = self.pages
+        if len(heap) > 64 + 4 * len(pages):
+            valid = {entry[1]: entry for entry in heap if pages.get(entry[2]) == sign * entry[1]}
             heap[:] = sorted(valid.values(), key=lambda entry: entry[:2])
         while heap:
             entry = heap[0]
-            if members.get(entry[2]) == sign * entry[1]:
+            if pages.get(entry[2]) == sign * entry[1]:
                 return entry[2]
             heapq.heappop(heap)
         return None

@@ -84,9 +84,10 @@ class KVPool:
         self.page_reads = [0] * len(ladder)  # pages that one decode step of all readers reads, by level
         self.num_moved = 0
         self._storage = storage
+        self._num_quantized_classes = 2 * self.last_level
         self._next_id = 0
         self._pages: dict[int, Page] = {}
-        self._owners: dict[int, Page] = {}  # by address of a payload or scale cell
+        self._owners: dict[int, Page] = {}  # by address of a quantized page's cells: those that may be moved
 
     # ------------------------------------------------------------------ sizes
     @property
@@ -96,12 +97,13 @@ class KVPool:
     @property
     def reserved_slots(self) -> int:
         """Free slots kept for conversions: one per quantized class that has no open cell."""
-        return len(self.slots.cell_bytes) - 1 - self.slots.num_classes_with_hole
+        return self._num_quantized_classes - self.slots.num_classes_with_hole
 
     @property
     def available_slots(self) -> int:
         """Full-precision pages that could be allocated now (negative while conversions use the reserve)."""
-        return self.slots.num_free - self.reserved_slots
+        slots = self.slots
+        return len(slots.free_slots) + slots.num_classes_with_hole - self._num_quantized_classes
 
     def slots_for(self, pages_by_level: list[int]) -> int:
         """Slots that such pages take when compacted, conversion reserve included."""
@@ -136,14 +138,14 @@ class KVPool:
         assert address is not None
         page = Page(self._next_id, address)
         self._next_id += 1
-        self._pages[page.page_id] = self._owners[address] = page
+        self._pages[page.page_id] = page
         self.counts[PageState.LIVE][0][0] += 1
         return page
 
     def free(self, page: Page) -> None:
         del self._pages[page.page_id]
         self.counts[page.state][page.level][page.is_sink] -= 1
-        self._free_cells(page.payload, page.scales)
+        self._free_cells(Cell(page.payload, page.scales))
 
     def add_readers(self, pages: Iterable[Page], num: int) -> None:
         """A decoding sequence begins (num 1) or ends (num -1) to read these pages in every step."""
@@ -189,10 +191,10 @@ class KVPool:
         try:
             self._storage.convert([Conversion(source, page.level, target, level)])
         except KVPilotError:
-            self._free_cells(*target)
+            self._free_cells(target)
             page.is_stuck = True
             return False
-        self._free_cells(*source)
+        self._free_cells(source)
         self.counts[page.state][page.level][page.is_sink] -= 1
         self.counts[page.state][level][page.is_sink] += 1
         self.page_reads[page.level] -= page.readers
@@ -220,8 +222,9 @@ class KVPool:
         cells = 0
         for page in self._pages.values():
             counts[page.state][page.level][page.is_sink] += 1
-            cells += 1 + (page.scales >= 0)
-            if self._owners.get(page.payload) is not page or (page.scales >= 0) != (page.level > 0):
+            cells += 2 * (page.level > 0)
+            owner = self._owners.get(page.payload, page)
+            if owner is not page or (page.scales >= 0) != (page.level > 0):
                 raise PoolIntegrityError(
                     f"page {page.page_id} at level {page.level}: cells {page.payload}, {page.scales}"
                 )
@@ -239,8 +242,11 @@ class KVPool:
             raise PoolIntegrityError(f"page reads by level: counted {reads}, booked {self.page_reads}")
         if counts != self.counts:
             raise PoolIntegrityError(f"pages by state, level, sink: counted {counts}, booked {self.counts}")
-        if cells != len(self._owners) or cells != sum(self.slots.used_cells):
-            booked = sum(self.slots.used_cells)
+        booked = sum(self.slots.used_cells[1:])
+        full = sum(page.level == 0 for page in self._pages.values())
+        if full != self.slots.used_cells[0]:
+            raise PoolIntegrityError(f"full-precision pages: {full}, slots {self.slots.used_cells[0]}")
+        if cells != len(self._owners) or cells != booked:
             raise PoolIntegrityError(f"cells: pages hold {cells}, owners {len(self._owners)}, slots {booked}")
 
     # ------------------------------------------------------------------ cells
@@ -250,11 +256,12 @@ class KVPool:
         assert scales is not None, "step_down() without room"
         return Cell(payload, scales)
 
-    def _free_cells(self, *addresses: int) -> None:
-        for address in addresses:
-            if address >= 0:
-                self._owners.pop(address, None)
-                self.slots.free(address)
+    def _free_cells(self, cell: Cell) -> None:
+        self.slots.free(cell.payload)
+        if cell.scales >= 0:
+            self.slots.free(cell.scales)
+            self._owners.pop(cell.payload, None)
+            self._owners.pop(cell.scales, None)
 
     def _relocate(self, cls: int, address: int) -> Move:
         page = self._owners.pop(address)

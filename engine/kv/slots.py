@@ -22,14 +22,14 @@ class SlotAllocator:
         self.used_cells = [0] * len(cell_bytes)
         self._class = [FREE] * num_slots
         self._mask = [0] * num_slots  # bit i: cell i is taken
-        self._free = list(range(num_slots - 1, -1, -1))
+        self.free_slots = list(range(num_slots - 1, -1, -1))
         self._partial: list[dict[int, None]] = [{} for _ in cell_bytes]  # slots with a taken and an open cell
         self._num_partial = 0  # over all classes
         self.num_classes_with_hole = 0  # classes of which a cell can be had without a free slot
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self.free_slots)
 
     def has_hole(self, cls: int) -> bool:
         """A cell of this class can be had without a free slot."""
@@ -40,8 +40,8 @@ class SlotAllocator:
         partial = self._partial[cls]
         if partial:
             slot = next(iter(partial))
-        elif self._free:
-            slot = self._free.pop()
+        elif self.free_slots:
+            slot = self.free_slots.pop()
             self._class[slot] = cls
         else:
             return None
@@ -69,7 +69,7 @@ class SlotAllocator:
         else:
             self._remove_partial(cls, slot)
             self._class[slot] = FREE
-            self._free.append(slot)
+            self.free_slots.append(slot)
 
     @property
     def may_compact(self) -> bool:
@@ -138,5 +138,5 @@ class SlotAllocator:
         if counts != self.used_cells:
             raise PoolIntegrityError(f"cells by class: counted {counts}, booked {self.used_cells}")
         num_free = sum(cls == FREE for cls in self._class)
-        if num_free != self.num_free or len(set(self._free)) != self.num_free:
+        if num_free != self.num_free or len(set(self.free_slots)) != self.num_free:
             raise PoolIntegrityError(f"free slots: counted {num_free}, booked {self.num_free}")
