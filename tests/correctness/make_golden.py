@@ -28,7 +28,8 @@ CHATS = {
     "translate": "Translate to French: 'The meeting was moved to Thursday because of the storm.'",
     "json": 'Give me a JSON object with the keys "name", "age" and "languages" for a made-up engineer.',
     "poem": "Write a short poem about an old lighthouse that misses the sea.",
-    "unicode": "R\u00e9sum\u00e9: \u00bfqu\u00e9 significa \u201cna\u00efvet\u00e9\u201d? \u6771\u4eac \u2192 \U0001f5fc Explain.",
+    "unicode": "R\u00e9sum\u00e9: \u00bfqu\u00e9 significa \u201cna\u00efvet\u00e9\u201d? "
+    "\u6771\u4eac \u2192 \U0001f5fc Explain.",
 }
 RAW = {  # completions without a chat template: text name -> characters
     "emma": 900,
