@@ -15,7 +15,7 @@ Floats = NDArray[np.float64]
 
 ROW_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128)
 SAMPLED_KNOTS = (0, 1, 4, 16)
-HELD_OUT = 5  # every so many-th step is not fitted but predicted
+HELD_OUT = 5  # one step in so many is not fitted but predicted
 OUTLIER_RATIO = 1.5  # a step that took so many times its prediction was disturbed by something else
 
 
@@ -50,8 +50,8 @@ def fit_profile(
     origin: dict[str, object],
 ) -> Fit:
     """Raises KVPilotError if the steps say too little: fewer than 8 fitted per kind."""
-    held_out = np.arange(len(steps)) % HELD_OUT == HELD_OUT - 1
     kinds = np.array([step.kind for step in steps])
+    held_out = _held_out(kinds)
     for kind in ("prefill", "decode", "mixed", "convert"):
         if np.count_nonzero((kinds == kind) & ~held_out) < 8:
             raise KVPilotError(
@@ -68,6 +68,15 @@ def fit_profile(
     origin = origin | {"held_out_error": {kind: error.as_dict() for kind, error in errors.items()}}
     profile = _profile(weights, ladder, name, model, engine, quality_loss, origin)
     return Fit(profile=profile, errors=errors, num_outliers=outliers)
+
+
+def _held_out(kinds: NDArray[np.str_]) -> NDArray[np.bool_]:
+    """One in HELD_OUT of each kind, drawn: the grid has a rhythm of its own."""
+    chosen, rng = np.zeros(len(kinds), dtype=bool), np.random.default_rng(0)
+    for kind in np.unique(kinds):
+        rows = rng.permutation(np.flatnonzero(kinds == kind))
+        chosen[rows[: len(rows) // HELD_OUT]] = True
+    return chosen
 
 
 def _columns(step: MeasuredStep) -> list[float]:
