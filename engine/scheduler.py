@@ -184,6 +184,9 @@ class Scheduler:
         `repeats` > 1 books so many equal decode steps at once, as far as `quiet_steps` allows (the simulator).
         """
         outputs: list[StepOutput] = []
+        for codec, num_pages in zip(self.cache.pool.ladder, self.cache.pool.page_reads, strict=True):
+            if num_pages:
+                self._stats.add("pages_read", num_pages * repeats, codec)
         for (request, start, num_new, samples), draw in zip(batch, sampled, strict=True):
             request.num_computed = start + num_new + repeats - 1
             self._seal_full_pages(request)

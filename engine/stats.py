@@ -102,6 +102,7 @@ METRICS: dict[str, Metric] = {
     "retained_taken": Metric(
         "counter", "Retained pages dropped: idle_engine, growth or starving", ("reason",)
     ),
+    "pages_read": Metric("counter", "Pages that decode steps read, by codec", ("level",)),
     "pages_moved": Metric("counter", "Pages moved by compaction"),
     # knobs
     "knob": Metric("gauge", "Effective value of a knob", ("name",)),

@@ -72,7 +72,7 @@ def _totals(windows: dict[str, list[Any]]) -> dict[str, Any]:
         evictions.update(row)
     for row in windows["stepped_down"]:
         stepped_down.update(row)
-    weights = np.array(windows["generated_tokens"], dtype=float)
+    weights = np.array([sum(row.values()) for row in windows["pages_read"]], dtype=float)
     loss = np.array([np.nan if v is None else v for v in windows["quality_loss"]], dtype=float)
     known = np.isfinite(loss) & (weights > 0)
     return {

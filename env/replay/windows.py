@@ -20,7 +20,7 @@ def window_row(window: StatsWindow) -> dict[str, Any]:
     """Rates, quantiles and the state at the end; nan where nothing happened.
 
     `evictions` by cause: pages released unprotected, or retained and taken for one of three reasons.
-    `pool_tokens` and `pool_bytes` by state and level. `quality_loss` weighs each level's loss by the pages in use.
+    `pool_tokens` and `pool_bytes` by state and level. `pages_read` by level, in decode steps.
     """
     end, seconds = window.end, window.seconds
     ttft, gap = window.histogram("time_to_first_token_seconds"), window.histogram("inter_token_seconds")
@@ -47,6 +47,7 @@ def window_row(window: StatsWindow) -> dict[str, Any]:
         "expired": window.total("pages_expired"),
         "over_budget": window.total("pages_over_budget"),
         "stepped_down": {level: window.delta("pages_stepped_down", level) for level in levels[1:]},
+        "pages_read": {level: window.delta("pages_read", level) for level in levels},
         "pool_bytes": {
             state: {level: end.values.get(("page_bytes", (state, level)), 0) for level in levels}
             for state in IDLE_AND_LIVE
@@ -66,15 +67,9 @@ def evictions(window: StatsWindow) -> dict[str, float]:
 
 
 def quality_loss(window: StatsWindow, levels: Sequence[str]) -> float:
-    """Mean over the window's two ends, by pages in use; nan while nothing runs."""
-    losses = [_loss_of(snapshot, levels) for snapshot in (window.start, window.end)]
-    known = [loss for loss in losses if not math.isnan(loss)]
-    return sum(known) / len(known) if known else math.nan
-
-
-def _loss_of(snapshot: StatsSnapshot, levels: Sequence[str]) -> float:
-    pages = {level: snapshot.values.get(("pages", ("live", level)), 0) for level in levels}
-    total = sum(pages.values())
+    """Mean over the pages that decode steps read, each with the loss of its level; nan if none was read."""
+    reads = {level: window.delta("pages_read", level) for level in levels}
+    total = sum(reads.values())
     if not total:
         return math.nan
-    return sum(num * snapshot.value("kv_quality_loss", level) for level, num in pages.items()) / total
+    return sum(num * window.end.value("kv_quality_loss", level) for level, num in reads.items()) / total
