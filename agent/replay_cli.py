@@ -310,18 +310,23 @@ def _engine(
     kv_level: int,
 ) -> "EngineConfig":
     """The envelope: what is asked for, else the profile's, else the engine's defaults."""
-    from kvpilot.engine.config import EngineConfig, Knobs
+    from kvpilot.engine.config import Knobs
 
-    known = dict(profile.engine)
-    default_batch = known.pop("max_batch", Knobs().max_batch)
-    if pool_mb is not None:
-        known["pool_bytes"] = pool_mb << 20
-    ceiling = max(known.get("max_batch_ceiling", EngineConfig().max_batch_ceiling), max_batch or 1)
-    known |= {"page_size": page_size or trace.block_size, "max_batch_ceiling": ceiling}
-    knobs = Knobs(
-        ttl_seconds=ttl, size_factor=size_factor, max_batch=max_batch or default_batch, kv_level=kv_level
+    known = profile.engine_config()
+    changes = {} if pool_mb is None else {"pool_bytes": pool_mb << 20}
+    return profile.engine_config(
+        **changes,
+        page_size=page_size or trace.block_size,
+        eviction=eviction,
+        starvation_seconds=starvation_seconds,
+        max_batch_ceiling=max(known.max_batch_ceiling, max_batch or 1),
+        knobs=Knobs(
+            ttl_seconds=ttl,
+            size_factor=size_factor,
+            max_batch=max_batch or known.knobs.max_batch,
+            kv_level=kv_level,
+        ),
     )
-    return EngineConfig(**known, eviction=eviction, starvation_seconds=starvation_seconds, knobs=knobs)
 
 
 def _run(replay: Any, total: int, source: Path, out: Path) -> None:

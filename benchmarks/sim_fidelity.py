@@ -13,6 +13,7 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,7 +84,7 @@ class Chats:
             block_size=PAGE_TOKENS,
             session=of_session,
             turn=turn,
-            tenant=np.zeros(len(rows)),
+            tenant=np.zeros(len(rows), dtype=np.int64),
             provenance=({"step": "chats", **vars(self)},),
         )
 
@@ -161,11 +162,16 @@ def compare(real: dict, simulated: dict) -> dict[str, tuple[float, float, float]
     """Measured, simulated, relative error of each figure."""
     rows = {}
     for label, path in FIGURES.items():
-        a, b = real, simulated
-        for name in path:
-            a, b = a[name], b[name]
+        a, b = _lookup(real, path), _lookup(simulated, path)
         rows[label] = (a, b, b / a - 1 if a else 0.0)
     return rows
+
+
+def _lookup(summary: dict, path: tuple[str, ...]) -> float:
+    value: Any = summary
+    for name in path:
+        value = value[name]
+    return value
 
 
 def plot(runs: dict[str, tuple[dict, dict]], path: Path) -> None:

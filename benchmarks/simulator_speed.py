@@ -21,7 +21,7 @@ import time
 from importlib.resources import files
 from pathlib import Path
 
-from kvpilot.engine.config import EngineConfig, Knobs
+from kvpilot.engine.config import Knobs
 from kvpilot.env.replay.result import Slo
 from kvpilot.env.replay.sim import SimReplay, make_simulation
 from kvpilot.env.simulator.latency import load_profile
@@ -37,8 +37,7 @@ SAMPLE = 1 / 8
 def simulated_cpu_seconds(trace: Trace, knobs: Knobs) -> float:
     """Of one replay, from its building to its last answer."""
     profile = load_profile(PROFILE)
-    engine = {name: value for name, value in profile.engine.items() if name != "max_batch"}
-    config = EngineConfig(**{**engine, "page_size": PAGE_TOKENS}, knobs=knobs)
+    config = profile.engine_config(page_size=PAGE_TOKENS, knobs=knobs)
     begin = time.process_time()
     simulation = make_simulation(trace, SimReplay(profile=profile, engine=config, slo=Slo()))
     simulation.run()

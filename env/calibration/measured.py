@@ -86,7 +86,8 @@ def read_steps(path: Path) -> list[MeasuredStep]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             record = json.loads(line)
-            values = {k: tuple(v) if isinstance(v, list) else v for k, v in record.pop("features").items()}
+            values: dict[str, Any] = record.pop("features")
+            values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
             steps.append(MeasuredStep(features=StepFeatures(**values), **record))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise KVPilotError(f"{path}: line {number}: not a measured step ({error})") from error

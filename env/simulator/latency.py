@@ -8,6 +8,7 @@ from itertools import pairwise
 from math import inf
 from pathlib import Path
 
+from kvpilot.engine.config import EngineConfig, Knobs
 from kvpilot.engine.errors import ConfigError
 from kvpilot.engine.kv.formats import PageShape
 from kvpilot.engine.step_features import StepFeatures
@@ -89,6 +90,12 @@ class LatencyProfile:
         measured = self.engine.get("page_size", page_size)
         convert = {codec: seconds * page_size / measured for codec, seconds in self.convert.items()}
         return replace(self, convert=convert, engine={**self.engine, "page_size": page_size})
+
+    def engine_config(self, **changes: object) -> EngineConfig:
+        """The envelope and `max_batch` that the profile names, the engine's defaults for the rest, with changes."""
+        known: dict[str, object] = dict(self.engine)
+        knobs = replace(Knobs(), max_batch=known.pop("max_batch", Knobs().max_batch))
+        return EngineConfig().with_(**{**known, "knobs": knobs, **changes})
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")

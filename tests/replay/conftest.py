@@ -39,7 +39,7 @@ def chats() -> Trace:
         block_size=BLOCK,
         session=session,
         turn=turn,
-        tenant=np.zeros(len(rows)),
+        tenant=np.zeros(len(rows), dtype=np.int64),
         think_seconds=np.where(turn > 1, 2.0, np.nan),
     )
 

@@ -20,16 +20,17 @@ TRACES = os.environ.get("KVPILOT_TRACES")
 
 
 def make_trace(chains: list[list[int]]) -> Trace:
+    ones = np.ones(len(chains), dtype=np.int64)
     return Trace(
         arrival_seconds=np.arange(len(chains), dtype=float),
         prompt_tokens=np.array([len(chain) + 1 for chain in chains]) * 4 - 3,
-        output_tokens=np.ones(len(chains)),
+        output_tokens=ones,
         block_ids=np.array([block for chain in chains for block in chain], dtype=np.int64),
         block_offsets=np.array([0, *accumulate(map(len, chains))]),
         block_size=4,
-        session=np.zeros(len(chains)),
-        turn=np.ones(len(chains)),
-        tenant=np.zeros(len(chains)),
+        session=ones,
+        turn=ones.astype(np.int32),
+        tenant=ones,
     )
 
 

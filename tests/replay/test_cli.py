@@ -1,0 +1,82 @@
+"""`autotune replay` and `autotune sensitivity`, from the command line to the files."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from kvpilot.agent.cli import app
+from kvpilot.engine.errors import KVPilotError
+from kvpilot.env.replay.result import read_result
+from kvpilot.env.traces.files import write_trace
+
+SMALL = ["--pool-mb", "60", "--seconds", "30", "--page-size", "8"]
+
+
+@pytest.fixture
+def trace_file(tmp_path, chats):
+    write_trace(chats, tmp_path / "chats.jsonl")
+    return tmp_path / "chats.jsonl"
+
+
+def run(*arguments) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_a_replay_writes_a_result_and_a_page_and_two_are_compared(tmp_path, trace_file):
+    a, b = tmp_path / "a.json", tmp_path / "b.json"
+    run("replay", trace_file, *SMALL, "--out", a)
+    output = run("replay", trace_file, *SMALL, "--kv-level", 2, "--eviction", "hazard", "--out", b)
+    assert "Prefix hit rate" in output
+    result = read_result(b)
+    assert result.config["engine"]["knobs"]["kv_level"] == 2
+    assert result.config["engine"]["eviction"] == "hazard"
+    assert result.trace["name"] == "chats.jsonl"
+    assert result.provenance["command"].startswith("autotune")
+    output = run("replay", "--compare", a, b, "--out", tmp_path / "ab.html")
+    assert "change" in output
+    assert {path.name for path in tmp_path.glob("*.html")} == {"a.html", "b.html", "ab.html"}
+
+
+def test_sensitivity_writes_table_and_plots(tmp_path, trace_file):
+    out = tmp_path / "s.json"
+    output = run("sensitivity", "--trace", trace_file, *SMALL, "--at", "max_batch=4,kv_level=1", "--out", out)
+    values = json.loads(out.read_text())
+    assert values["best"]["kv_level"] == 1
+    assert {point["knob"] for point in values["points"]} == {
+        "ttl_seconds",
+        "size_factor",
+        "max_batch",
+        "kv_level",
+    }
+    assert "kv_level moves" in output
+    assert "plotly" in out.with_suffix(".html").read_text().lower()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--out", "x.txt"], "out="),
+        (["--out", "no/such/folder/x.json"], "no folder"),
+        (["--profile", "nothing"], "h200-llama3-8b"),
+        (["--on", "server:80"], "url="),
+        (["--on", "http://127.0.0.1:9", "--users", "3"], "users"),
+        (["--slo-ttft", "0"], "slo ttft_seconds"),
+        (["--eviction", "belady", "--users", "2"], "belady"),
+        (["--kv-level", "7"], "kv_level"),
+    ],
+)
+def test_wrong_use_is_told_before_work(tmp_path, monkeypatch, trace_file, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(KVPilotError, match=message):
+        run("replay", trace_file, *arguments)
+    assert not list(tmp_path.glob("*.html"))
+
+
+def test_comparing_one_result_is_refused(tmp_path):
+    with pytest.raises(KVPilotError, match="two or more"):
+        run("replay", "--compare", tmp_path / "a.json")
