@@ -8,6 +8,7 @@ import pytest
 
 from kvpilot.engine.errors import ConfigError
 from kvpilot.env.replay.http import HttpReplay, ServerError, replay_http
+from kvpilot.env.replay.report import render
 from kvpilot.env.replay.result import Slo
 from kvpilot.env.replay.synthetic import SyntheticText
 
@@ -57,6 +58,7 @@ def test_prompts_are_the_synthetic_ids_and_answers_are_counted(fast):
     assert result.requests["cached_tokens"] == [8] * len(fast)
     assert set(result.requests["status"]) == {"done"}
     assert not result.is_partial
+    assert "real time against http://server" in render([("live", result)])
 
 
 def test_it_is_open_loop(fast):
