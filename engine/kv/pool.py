@@ -7,7 +7,6 @@ pages: with them a page can be stepped down when nothing else is free.
 
 from collections.abc import Hashable, Iterable
 from enum import IntEnum
-from math import ceil
 
 from kvpilot.engine.errors import ConfigError, KVPilotError, PoolIntegrityError
 from kvpilot.engine.kv.formats import BITS, PageShape, payload_bytes, scale_bytes
@@ -96,23 +95,26 @@ class KVPool:
 
     @property
     def reserved_slots(self) -> int:
-        """Free slots kept for conversions: one per quantized class that has no open cell."""
-        return self._num_quantized_classes - self.slots.num_classes_with_hole
+        """Free slots kept for conversions: one per quantized class that has no open cell, and one more while
+        some class has one, because a conversion may fill the last open cells of two classes at once."""
+        holes = self.slots.num_classes_with_hole
+        return self._num_quantized_classes - holes + (holes > 0)
 
     @property
     def available_slots(self) -> int:
         """Full-precision pages that could be allocated now (negative while conversions use the reserve)."""
-        slots = self.slots
-        return len(slots.free_slots) + slots.num_classes_with_hole - self._num_quantized_classes
+        holes = self.slots.num_classes_with_hole
+        return len(self.slots.free_slots) + holes - (holes > 0) - self._num_quantized_classes
 
     def slots_for(self, pages_by_level: list[int]) -> int:
         """Slots that such pages take when compacted, conversion reserve included."""
-        total = pages_by_level[0]
+        total, has_hole = pages_by_level[0], False
         for level in range(1, len(self.ladder)):
             for cls in (level, self.last_level + level):
-                per_slot = self.slots.per_slot[cls]
-                total += ceil((pages_by_level[level] + 1) / per_slot)
-        return total
+                full, rest = divmod(pages_by_level[level], self.slots.per_slot[cls])
+                total += full + 1
+                has_hole |= rest > 0
+        return total + has_hole
 
     def capacity_pages(self, level: int) -> int:
         """Pages that the pool holds when all of them are at this level."""
