@@ -344,6 +344,7 @@ def _run(replay: Any, total: int, source: Path, out: Path) -> None:
     console = Console()
     with interruptible() as is_stopped, progress_bar("replaying", total, console) as advance:
         result = replay(progress=lambda done, total: advance(done), is_stopped=is_stopped)
+        interrupted = is_stopped()
     facts = {
         "version": version("kvpilot"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -357,8 +358,10 @@ def _run(replay: Any, total: int, source: Path, out: Path) -> None:
     write_report([(out.stem, result)], page)
     _show([(out.stem, result)], console)
     if result.is_partial:
-        console.print("[yellow]stopped before the end: these are the figures until then[/]")
+        console.print("[yellow]stopped before the end of the trace: these are the figures until then[/]")
     console.print(f"{out} and {page}")
+    if interrupted:
+        raise typer.Exit(130)
 
 
 def _compare(files: list[Path], out: Path) -> None:
