@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import transformers
+import transformers  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from kvpilot.engine.config import EngineConfig

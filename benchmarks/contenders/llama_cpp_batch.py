@@ -6,7 +6,7 @@ Not the package's server, which is slower.
 import ctypes
 import time
 
-import llama_cpp
+import llama_cpp  # pyright: ignore[reportMissingImports]
 import numpy as np
 from worker import Timing
 

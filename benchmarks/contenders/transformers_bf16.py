@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 import torch
-import transformers
+import transformers  # pyright: ignore[reportMissingImports]
 from worker import Timing
 
 

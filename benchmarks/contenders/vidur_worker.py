@@ -6,6 +6,7 @@ in the place of its regression tables, which would only add to its cost. Its own
     vidur_worker.py TRACE.csv PROFILE.json  ->  one line of JSON
 """
 
+# pyright: reportMissingImports=false
 import json
 import os
 import sys

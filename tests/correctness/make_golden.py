@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import transformers
+import transformers  # pyright: ignore[reportMissingImports]
 
 from kvpilot.agent.corpus import read_texts
 from kvpilot.engine.model.load import read_checkpoint
