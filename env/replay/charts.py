@@ -1,5 +1,6 @@
 """The charts of a replay, as plotly JSON; several replays share axes and have a colour each."""
 
+from itertools import zip_longest
 from statistics import median
 from typing import Any
 
@@ -43,8 +44,9 @@ def make_charts(results: list[Named]) -> list[Figure]:
         _lines(results, "waiting", "Requests waiting", END_NOTE, "requests", lambda w: w["waiting"]),
         _lines(results, "running", "Requests running together", END_NOTE, "requests", lambda w: w["running"]),
     ]
-    for k, named in enumerate(results):
-        charts += _of_one(named, k, with_name=len(results) > 1)
+    single = [_of_one(named, k, with_name=len(results) > 1) for k, named in enumerate(results)]
+    for side_by_side in zip_longest(*single):  # the same kind of several replays, then the next kind
+        charts += [chart for chart in side_by_side if chart]
     return [chart for chart in charts if chart["traces"]]
 
 
