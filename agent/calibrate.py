@@ -178,5 +178,5 @@ def _show(fit: Fit, num_steps: int, console: Console) -> None:
         table.add_row(kind, str(error.count), *shares, f"{100 * error.bias:+.1f} %")
     console.print(table)
     console.print(
-        f"fitted to {num_steps} steps; {fit.num_outliers} took 1.5 times the prediction or more and were left out"
+        f"fitted to {num_steps} steps; {fit.num_outliers} took more than 1.5 times what the fit says"
     )

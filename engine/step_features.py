@@ -12,6 +12,7 @@ class StepFeatures(NamedTuple):
 
     prefill_tokens: int
     prefill_attention: int  # pairs of a prefilled token and a token it attends to
+    prefill_context: int  # tokens computed before, of the requests that prefill
     decode_sequences: int
     sampled_rows: int  # tokens of which the logits are computed
     kv_bytes: tuple[int, ...]  # of the pages that decoding sequences read
@@ -29,7 +30,7 @@ class FeatureReader:
         self._moved_bytes = storage.moved_bytes
 
     def read(self, batch: list[ScheduledRequest]) -> StepFeatures:
-        prefill_tokens = prefill_attention = decode_sequences = sampled_rows = 0
+        prefill_tokens = prefill_attention = prefill_context = decode_sequences = sampled_rows = 0
         for _, start, num_new, samples in batch:
             sampled_rows += samples
             if num_new == 1:
@@ -37,11 +38,13 @@ class FeatureReader:
             else:
                 prefill_tokens += num_new
                 prefill_attention += num_new * start + num_new * (num_new + 1) // 2
+                prefill_context += start
         before, self._converted = self._converted, tuple(self._storage.converted)
         moved_before, self._moved_bytes = self._moved_bytes, self._storage.moved_bytes
         return StepFeatures(
             prefill_tokens,
             prefill_attention,
+            prefill_context,
             decode_sequences,
             sampled_rows,
             tuple(num * size for num, size in zip(self._pool.page_reads, self._pool.page_bytes, strict=True)),

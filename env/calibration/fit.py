@@ -1,4 +1,4 @@
-"""From measured steps to a latency profile: non-negative least squares on relative errors."""
+"""From measured steps to a latency profile: non-negative, on relative errors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ Floats = NDArray[np.float64]
 ROW_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128)
 SAMPLED_KNOTS = (0, 1, 4, 16)
 HELD_OUT = 5  # one step in so many is not fitted but predicted
+ROUNDS, SMALL_ERROR = 15, 0.01  # of the reweighting; errors below weigh alike
 OUTLIER_RATIO = 1.5  # a step that took so many times its prediction was disturbed by something else
 
 
@@ -86,6 +87,7 @@ def _columns(step: MeasuredStep) -> list[float]:
         float(step.is_step),
         f.prefill_tokens,
         f.prefill_attention,
+        f.prefill_context,
         f.decode_sequences,
         f.moved_bytes,
         *_ramp_columns(ROW_KNOTS, f.prefill_tokens + f.decode_sequences),
@@ -101,15 +103,18 @@ def _ramp_columns(knots: tuple[int, ...], count: int) -> list[float]:
 
 
 def _solve(columns: Floats, seconds: Floats) -> tuple[Floats, int]:
-    """Weights that minimise the squared relative error, once more without what was disturbed."""
-    keep = np.ones(len(seconds), dtype=bool)
-    weights = np.zeros(columns.shape[1])
-    for _ in range(3):
-        relative = columns[keep] / seconds[keep, None]
-        scale = np.maximum(np.abs(relative).max(axis=0), 1e-30)  # columns differ by ten orders of magnitude
-        weights = nnls(relative / scale, np.ones(len(relative)), maxiter=10_000)[0] / scale
-        keep = seconds <= OUTLIER_RATIO * np.maximum(columns @ weights, 1e-9)
-    return weights, int(np.count_nonzero(~keep))
+    """Weights that minimise the sum of absolute relative errors, by reweighted least squares.
+
+    Absolute, not squared: a step that was disturbed by something else takes far too long, never too short.
+    """
+    relative = columns / seconds[:, None]
+    scale = np.maximum(np.abs(relative).max(axis=0), 1e-30)  # columns differ by ten orders of magnitude
+    weights, root = np.zeros(columns.shape[1]), np.ones(len(seconds))
+    for _ in range(ROUNDS):
+        weights = nnls(relative / scale * root[:, None], root, maxiter=10_000)[0] / scale
+        root = np.maximum(np.abs(relative @ weights - 1), SMALL_ERROR) ** -0.5
+    disturbed = seconds > OUTLIER_RATIO * columns @ weights
+    return weights, int(np.count_nonzero(disturbed))
 
 
 def _errors(predicted: Floats, measured: Floats) -> FitError:
@@ -139,6 +144,7 @@ def _profile(
         fixed=next(values),
         prefill_token=next(values),
         prefill_pair=next(values),
+        prefill_context=next(values),
         sequence=next(values),
         moved_byte=next(values),
         rows=ramp(ROW_KNOTS),

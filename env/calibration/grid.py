@@ -121,7 +121,7 @@ class GridRun:
             has_more = engine.cache.reclaim(engine.pool.available_slots + 4, engine.clock())
             seconds = time.perf_counter() - start
             read = engine.features.read([])
-            features = StepFeatures(0, 0, 0, 0, nothing, read.converted, read.moved_bytes)
+            features = StepFeatures(0, 0, 0, 0, 0, nothing, read.converted, read.moved_bytes)
             if any(features.converted):
                 yield MeasuredStep(features, seconds, "convert", False)
             if not has_more:

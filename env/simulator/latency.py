@@ -39,7 +39,7 @@ class ProfiledModel:
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyProfile:
-    """Seconds per unit of each feature, and where they come from.
+    """Seconds per unit of each feature (see StepFeatures), and where they come from.
 
     `fixed` is the cost of a step that does nothing, `sequence` of each decoding request, `kv_byte[codec]` of a
     byte of pages read by decoding ones, `convert[codec]` of a page re-encoded to it. Matrix products do not cost
@@ -58,6 +58,7 @@ class LatencyProfile:
     origin: Mapping[
         str, object
     ]  # machine, model, versions, date, command, error; or why it is not calibrated
+    prefill_context: float = 0.0
     rows: Ramp = ()
     sampled: Ramp = ()
     model: ProfiledModel | None = None
@@ -72,6 +73,7 @@ class LatencyProfile:
             self.fixed
             + self.prefill_token * features.prefill_tokens
             + self.prefill_pair * features.prefill_attention
+            + self.prefill_context * features.prefill_context
             + self.sequence * features.decode_sequences
             + self.moved_byte * features.moved_bytes
         )
@@ -137,6 +139,7 @@ def parse_profile(text: str, source: str) -> LatencyProfile:
             profile.fixed,
             profile.prefill_token,
             profile.prefill_pair,
+            profile.prefill_context,
             profile.sequence,
             profile.moved_byte,
         ]

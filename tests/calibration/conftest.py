@@ -16,6 +16,7 @@ def truth() -> LatencyProfile:
         fixed=4e-3,
         prefill_token=2e-5,
         prefill_pair=3e-8,
+        prefill_context=4e-6,
         sequence=1e-4,
         kv_byte={"bf16": 1e-10, "int8": 1.5e-10, "int4": 2e-10},
         convert={"int8": 2e-4, "int4": 5e-4},
@@ -36,9 +37,11 @@ def steps_of():
             decoding = int(rng.integers(0, 33)) if k % 4 else 0
             prefill = int(rng.integers(2, 257)) if k % 3 == 0 or not decoding else 0
             reads = tuple(int(x) for x in rng.integers(0, 30_000_000, 3)) if decoding else (0, 0, 0)
+            context = int(rng.integers(1, 1500)) if prefill else 0
             features = StepFeatures(
                 prefill,
-                prefill * int(rng.integers(1, 1500)),
+                prefill * context,
+                context,
                 decoding,
                 decoding + int(rng.integers(0, 2)) if prefill else decoding,
                 reads,
@@ -49,7 +52,7 @@ def steps_of():
             steps.append(MeasuredStep(features, seconds, kind_of(features), True))
         for _ in range(number // 4):
             converted = (0, int(rng.integers(0, 9)), int(rng.integers(1, 9)))
-            features = StepFeatures(0, 0, 0, 0, (0, 0, 0), converted, int(rng.integers(0, 4_000_000)))
+            features = StepFeatures(0, 0, 0, 0, 0, (0, 0, 0), converted, int(rng.integers(0, 4_000_000)))
             seconds = profile.step_seconds(features, LADDER) - profile.fixed
             steps.append(MeasuredStep(features, seconds, "convert", False))
         return steps

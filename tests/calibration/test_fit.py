@@ -22,6 +22,7 @@ def test_a_known_profile_is_found_again(truth, steps_of):
     assert found.errors["all"].p90 < 0.01
     assert found.profile.kv_byte == pytest.approx(truth.kv_byte, rel=0.02)
     assert found.profile.convert == pytest.approx(truth.convert, rel=0.02)
+    assert found.profile.prefill_context == pytest.approx(truth.prefill_context, rel=0.02)
     assert found.profile.prefill_pair == pytest.approx(truth.prefill_pair, rel=0.02)
 
 
@@ -103,7 +104,7 @@ def test_a_ramp_adds_up_its_slopes():
 def test_converting_a_page_costs_as_many_bytes_as_it_has(truth):
     profile = LatencyProfile(**{**vars(truth), "engine": {"page_size": 32}})
     assert profile.for_page_size(512).convert["int4"] == pytest.approx(16 * truth.convert["int4"])
-    step = StepFeatures(0, 0, 1, 1, (0, 0, 0), (0, 0, 2), 0)
+    step = StepFeatures(0, 0, 0, 1, 1, (0, 0, 0), (0, 0, 2), 0)
     longer = profile.for_page_size(64).step_seconds(step, LADDER) - profile.step_seconds(step, LADDER)
     assert longer == pytest.approx(2 * truth.convert["int4"], rel=1e-3)
 
