@@ -50,7 +50,7 @@ def run_sensitivity(trace: Trace, config: SensitivityConfig) -> int:
             is_stopped=is_stopped,
         )
         interrupted = is_stopped()
-    console.print(table(result))
+    console.print(table(result, _regime(trace, config)))
     console.print("swept around " + ", ".join(f"{name}={value:g}" for name, value in result.best.items()))
     console.print(_verdict(result))
     _write(result, trace, config)
@@ -58,9 +58,18 @@ def run_sensitivity(trace: Trace, config: SensitivityConfig) -> int:
     return 130 if interrupted else 0
 
 
-def table(result: Sensitivity) -> Table:
+def _regime(trace: Trace, config: SensitivityConfig) -> str:
+    replay = config.replay
+    pool = f"{replay.engine.pool_bytes / 2**30:.3g} GiB of KV pool on {replay.profile.name}"
+    if replay.users is not None:
+        return f"{replay.users} users in closed loop, {pool}"
+    rate = float(trace.prompt_tokens.sum()) / max(trace.duration_seconds, 1.0)
+    return f"{len(trace)} requests, {rate:,.0f} prompt tokens/s, {pool}"
+
+
+def table(result: Sensitivity, regime: str) -> Table:
     """Per metric and knob the range over the sweep; bold, and as a share of the highest, where it moves."""
-    shown = Table("", *result.sweeps, title="Lowest to highest as each knob alone is swept")
+    shown = Table("", *result.sweeps, title=f"Lowest to highest as each knob alone is swept: {regime}")
     for label in METRICS:
         cells = []
         for knob in result.sweeps:
@@ -96,6 +105,7 @@ def _write(result: Sensitivity, trace: Trace, config: SensitivityConfig) -> None
         "engine": asdict(config.replay.engine),
         "profile": config.replay.profile.name,
         "users": config.replay.users,
+        "regime": _regime(trace, config),
         "best": result.best,
         "points": [asdict(point) for points in result.sweeps.values() for point in points],
     }

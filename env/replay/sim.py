@@ -121,7 +121,7 @@ def _result(
         summary=summarize(requests, windows, replay.slo),
         provenance={
             "simulated_in_seconds": took_seconds,
-            "requests_per_cpu_second": len(trace) / took_seconds,
+            "requests_simulated_per_second": len(trace) / took_seconds,
         },
         is_partial=not simulation.is_done,
     )
