@@ -36,7 +36,7 @@ from kvpilot.env.traces.trace import Trace, offsets_of
 
 PAGE_TOKENS = 32
 SYSTEM_BLOCKS, NUM_SYSTEMS = 3, 4  # chats share one of a few system prompts
-SESSIONS_PER_SECOND = {"low": 0.15, "medium": 0.45, "overload": 1.5}
+SESSIONS_PER_SECOND = {"low": 0.2, "medium": 0.8, "overload": 2.0}
 FIGURES = {
     "output tokens/s": ("output_tokens_per_second",),
     "hit rate": ("hit_rate",),
