@@ -1,5 +1,6 @@
 """`autotune bench`: measurements that a user may repeat, with their results for a terminal and as JSON."""
 
+import ctypes
 import json
 import time
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from kvpilot.agent import quality
 from kvpilot.engine.errors import ConfigError
 from kvpilot.engine.model.load import load_model
 
-QUICK_WINDOWS = 4
+QUICK_WINDOWS = 2
+M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +24,7 @@ class QualityConfig:
 
     model: str = "smollm2"
     num_windows: int = 16  # of 2,048 tokens, prose and code in turn
-    quick: bool = False  # a quarter of the windows, and only what the engine ships
+    quick: bool = False  # two windows, and only what the engine ships
     threads: int | None = None
     json_path: Path | None = None
     table_path: Path | None = None  # of kv/quality.json, to merge the mean KL per codec into
@@ -40,6 +42,7 @@ def run_quality(config: QualityConfig) -> int:
     for path in filter(None, (config.json_path, config.table_path)):
         if not path.parent.is_dir():
             raise ConfigError(f"{path} cannot be written: expected an existing folder, {path.parent} is none")
+    _map_large_blocks()
     if config.threads:
         torch.set_num_threads(config.threads)
     recipes = quality.SHIPPED if config.quick else (*quality.SHIPPED, *quality.INGREDIENTS)
@@ -61,6 +64,14 @@ def run_quality(config: QualityConfig) -> int:
     if config.table_path:
         merge_table(config.table_path, config.model, about, report)
     return 0
+
+
+def _map_large_blocks() -> None:
+    """Have glibc map blocks from 1 MiB on and return them when freed. Its threshold otherwise rises to the size of
+    the logits, and a heap of ever growing K and V fragments until it is ten times what is in use."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
 def merge_table(path: Path, model: str, about: dict[str, str], report: quality.QualityReport) -> None:

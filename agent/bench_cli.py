@@ -19,7 +19,7 @@ def quality(
     model: Annotated[str, Option(help="As for `autotune serve`; computed in float32.")] = "smollm2",
     windows: Annotated[int, Option(min=1, max=16, help="Of 2,048 tokens, prose and code in turn.")] = 16,
     quick: Annotated[
-        bool, Option("--quick", help="4 windows and no ablations: an impression, not a result.")
+        bool, Option("--quick", help="2 windows and no ablations: an impression, not a result.")
     ] = False,
     threads: Annotated[int | None, Option(min=1, help="CPU threads. [default: all cores]")] = None,
     json_path: Annotated[Path | None, Option("--json", help="Write the result here too.")] = None,
