@@ -1,9 +1,10 @@
 """The report's charts as plotly JSON: left the static run, right the tuned one, on the same axes."""
 
 from collections.abc import Callable, Sequence
-from math import log10
 from statistics import median
 from typing import Any
+
+from kvpilot.env.replay.axes import log_axis
 
 Run = dict[str, Any]  # one entry of run.json's `runs`
 Figure = dict[str, Any]
@@ -13,6 +14,7 @@ GHOST = "rgba(90,90,90,0.7)"  # the other run, for comparison
 LEVEL_COLORS = {"bf16": "#1d4e89", "fp32": "#1d4e89", "int8": "#4f9d9d", "fp8": "#4f9d9d", "int4": "#f2b134"}
 SMOOTH_SAMPLES = 5
 BIN_SECONDS = 3.0
+MIN_BAND_SHARE = 0.05  # of the axis, for a band to have a name
 SHOWN_FROM_SECONDS = 0.002  # below: the reader was late and read several tokens at once
 KNOB_LABELS = {
     "kv_level": "kv_level",
@@ -63,11 +65,11 @@ def make_charts(data: dict[str, Any]) -> list[Figure]:
         _line_chart(data, "running", "Requests running together", "", "requests", _running),
         _dots_chart(
             data, "ttft", "Time to first token", "Each dot is a request, by the time it was sent; the line is the "
-            f"median over {BIN_SECONDS:g} s. Logarithmic.", "ttft_seconds"
+            f"median over {BIN_SECONDS:g} s. Logarithmic.{_cut_off_note(data)}", "ttft_seconds"
         ),
         _dots_chart(
-            data, "inter-token", "Time between two tokens", "Mean over each answer. More requests together means a "
-            "slower stream for each.", "inter_token_seconds"
+            data, "inter-token", "Time between two tokens", "Mean over each answer that ended. More requests "
+            "together means a slower stream for each. Logarithmic.", "inter_token_seconds"
         ),
     ]  # fmt: skip
     return [chart for chart in charts if chart["traces"]]
@@ -125,12 +127,12 @@ def _dots_chart(data: dict[str, Any], name: str, title: str, note: str, field: s
         trace = {"type": "scatter", "mode": "markers", "x": x, "y": y, "marker": marker, "name": "requests"}
         traces += [_on(_ghost(other), side) for other in medians if other is not medians[side] and other["x"]]
         traces += [_on(trace, side), _on(medians[side], side)]
+    if field == "ttft_seconds":
+        traces += [_on(_cut_off(run), side) for side, run in enumerate(data["runs"]) if _cut_off(run)["x"]]
     layout = _layout(data, "seconds")
-    values = [r[field] for run in data["runs"] for r in run["results"] if r[field]] or [1.0]
-    low, high = max(min(values), SHOWN_FROM_SECONDS), max(*values, 2 * SHOWN_FROM_SECONDS)
-    _set_range(layout, [log10(low) - 0.1, log10(high) + 0.1])
+    shown = [y for trace in traces for y in trace["y"] if y >= SHOWN_FROM_SECONDS] or [1.0]
     for axis in ("yaxis", "yaxis2"):
-        layout[axis] |= {"type": "log", "dtick": "D2"}
+        layout[axis] |= log_axis(min(shown), max(shown))
     return {"id": name, "title": title, "note": note, "traces": traces, "layout": layout}
 
 
@@ -160,9 +162,14 @@ def _knob_chart(data: dict[str, Any]) -> Figure:
             layout[f"yaxis{axis[1:]}"] = {
                 "domain": [max(top - height, 0.0), top],
                 "anchor": "x" if side == 0 else "x2",
-                "title": {"text": KNOB_LABELS[name] if side == 0 else "", "font": {"size": 12}},
-                "range": [-0.08 * high, 1.12 * high],
-                "nticks": 4,
+                "title": {
+                    "text": KNOB_LABELS[name] if side == 0 else "",
+                    "font": {"size": 12},
+                    "standoff": 8,
+                },
+                "automargin": side == 0,
+                "range": [-0.1 * high, 1.2 * high],
+                "tickvals": [0, high] if high == 1 else [0, high / 2, high],
                 "gridcolor": "#e6e6e0",
                 "zeroline": False,
             }
@@ -242,6 +249,28 @@ def _binned(run: Run, field: str) -> dict:
     }
 
 
+def _cut_off(run: Run) -> dict:
+    """Requests that waited for their first token when the run ended, at the time they had waited."""
+    sent = [r["sent"] for r in run["results"] if r["status"] == "cut off" and r["ttft_seconds"] is None]
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "x": [round(t, 2) for t in sent],
+        "y": [round(max(run["seconds"] - t, SHOWN_FROM_SECONDS), 3) for t in sent],
+        "marker": {"size": 7, "symbol": "triangle-up-open", "color": COLORS[run["name"]]},
+        "name": "cut off, waited longer",
+    }
+
+
+def _cut_off_note(data: dict[str, Any]) -> str:
+    if not any(_cut_off(run)["x"] for run in data["runs"]):
+        return ""
+    return (
+        " Triangles: cut off by the end before their first token, at the time they had waited by then. The line leaves "
+        "them out: where they are many it is too low, or ends, just where the queue is longest."
+    )
+
+
 def _stack(run: Run, field: str, factor: float, unit: str) -> list[dict]:
     levels = list(dict.fromkeys(level for sample in run["samples"] for level in sample[field]))
     levels.sort(key=list(LEVEL_COLORS).index)
@@ -268,10 +297,10 @@ def _ghost(line: dict) -> dict:
 
 def _layout(data: dict[str, Any], unit: str, height: int = 300) -> dict[str, Any]:
     seconds = data["config"]["seconds_per_phase"]
-    end = max([len(data["phases"]) * seconds, *(run["seconds"] for run in data["runs"])])
+    end = max(len(data["phases"]) * seconds, *(run["seconds"] for run in data["runs"]))
     x = {"range": [0, end], "title": {"text": "seconds"}, "gridcolor": "#eeeeea", "zeroline": False}
     y = {"gridcolor": "#e6e6e0", "zeroline": False}
-    shapes, labels = _shading(data, seconds)
+    shapes, labels = _shading(data, seconds, end)
     return {
         "height": height,
         "margin": {"l": 62, "r": 14, "t": 42, "b": 44},
@@ -280,7 +309,7 @@ def _layout(data: dict[str, Any], unit: str, height: int = 300) -> dict[str, Any
         "font": {"family": "system-ui, sans-serif", "size": 12, "color": "#2b2b2b"},
         "xaxis": {**x, "domain": [0, 0.485]},
         "xaxis2": {**x, "domain": [0.515, 1], "matches": "x"},
-        "yaxis": {**y, "title": {"text": unit}},
+        "yaxis": {**y, "title": {"text": unit, "standoff": 8}, "automargin": True},
         "yaxis2": {**y, "anchor": "x2", "showticklabels": False},
         "shapes": shapes,
         "annotations": labels,
@@ -295,23 +324,22 @@ def _set_range(layout: dict[str, Any], span: list[float]) -> None:
         layout[axis]["range"] = span
 
 
-def _shading(data: dict[str, Any], seconds: float) -> tuple[list[dict], list[dict]]:
+def _shading(data: dict[str, Any], seconds: float, end: float) -> tuple[list[dict], list[dict]]:
+    """Phases in their colours, and what follows them in white."""
     shapes, labels = [], []
+    last = len(data["phases"]) * seconds
+    bands = [(phase["name"], i * seconds, (i + 1) * seconds) for i, phase in enumerate(data["phases"])]
+    bands += [("drain", last, end)] if end - last > MIN_BAND_SHARE * end else []
     for side, run in enumerate(data["runs"]):
         axis = "x2" if side else "x"
-        for i, phase in enumerate(data["phases"]):
-            span = {"x0": i * seconds, "x1": (i + 1) * seconds, "y0": 0, "y1": 1, "yref": "paper"}
+        for phase, (_, start, stop) in zip(data["phases"], bands, strict=False):
+            span = {"x0": start, "x1": stop, "y0": 0, "y1": 1, "yref": "paper"}
             look = {"fillcolor": phase["color"], "line": {"width": 0}, "layer": "below"}
             shapes.append({"type": "rect", "xref": axis, **span, **look})
-            label = {
-                "x": (i + 0.5) * seconds,
-                "y": 1,
-                "yref": "paper",
-                "yanchor": "bottom",
-                "showarrow": False,
-            }
+        for name, start, stop in bands:
+            place = {"x": (start + stop) / 2, "y": 1, "xref": axis, "yref": "paper", "yanchor": "bottom"}
             font = {"size": 10, "color": "#6b6b63"}
-            labels.append({"text": phase["name"], "xref": axis, "font": font, **label})
+            labels.append({"text": name, "showarrow": False, "font": font, **place})
         title = {"x": 0.515 * side, "y": 1, "yshift": 17, "xref": "paper", "yref": "paper", "xanchor": "left"}
         font = {"size": 13, "color": COLORS[run["name"]]}
         text = {"text": f"<b>{run['name']}</b>", "yanchor": "bottom", "showarrow": False, "font": font}

@@ -10,7 +10,7 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from kvpilot.agent.charts import make_charts
-from kvpilot.agent.summary import accounts, summarize
+from kvpilot.agent.summary import NUM_TILES, accounts, cut_off, outcome, summarize
 
 WRITTEN = ("applied", "pending", "effective", "failed")
 
@@ -24,7 +24,7 @@ def write_report(data: dict[str, Any], path: Path) -> Path:
 def render(data: dict[str, Any]) -> str:
     """The page. `data` is what run.json holds; runs that are empty or broken off are shown as they are."""
     template = files("kvpilot.agent").joinpath("report.html.j2").read_text(encoding="utf-8")
-    charts = make_charts(data)
+    charts, tables = make_charts(data), summarize(data)
     decisions = [decision for run in data["runs"] for decision in run["decisions"]]
     refusals: dict[str, int] = {}
     for constraint in (c for decision in decisions for c in decision["constraints"]):
@@ -37,7 +37,10 @@ def render(data: dict[str, Any]) -> str:
             charts=charts,
             chart_json=Markup(script_safe_json(charts)),
             plotly=Markup(get_plotlyjs()),
-            tables=summarize(data),
+            outcome=outcome(data),
+            tables=tables,
+            tiles=tables[0][1][:NUM_TILES],
+            cut_off=[(run["name"], text) for run in data["runs"] if (text := cut_off(run))],
             accounts=[(run["name"], accounts(run)) for run in data["runs"]],
             decisions=[decision for decision in decisions if decision["outcome"] in WRITTEN],
             num_decisions=len(decisions),

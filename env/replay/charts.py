@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from kvpilot.env.replay.axes import log_axis
 from kvpilot.env.replay.result import ReplayResult
 
 Figure = dict[str, Any]
@@ -91,7 +92,7 @@ def _of_one(named: Named, number: int, *, with_name: bool) -> list[Figure]:
 
 # ---------------------------------------------------------------------- kinds of charts
 def _dots(results: list[Named], field: str, title: str, note: str) -> Figure:
-    traces = []
+    traces, shown = [], []
     for k, (name, result) in enumerate(results):
         color, columns = COLORS[k % len(COLORS)], result.requests
         points = [
@@ -102,6 +103,7 @@ def _dots(results: list[Named], field: str, title: str, note: str) -> Figure:
         if not points:
             continue
         x, y = [round(at, 2) for at, _ in points], [float(f"{value:.5g}") for _, value in points]
+        shown += y
         marker = {"size": 4, "color": color, "opacity": 0.3}
         traces.append(
             {"type": "scattergl", "mode": "markers", "x": x, "y": y, "marker": marker, "showlegend": False}
@@ -110,7 +112,8 @@ def _dots(results: list[Named], field: str, title: str, note: str) -> Figure:
         middle = _medians(points)
         traces.append({"type": "scatter", "mode": "lines", **middle, "line": line, "name": f"{name}, median"})
     figure = _figure(field.replace("_", "-"), title, note, traces, "seconds")
-    figure["layout"]["yaxis"] |= {"type": "log", "exponentformat": "none"}
+    if shown:
+        figure["layout"]["yaxis"] |= log_axis(min(shown), max(shown))
     return figure
 
 
@@ -124,18 +127,20 @@ def _medians(points: list[tuple[float, float]]) -> dict[str, list[float]]:
 
 
 def _cdf(results: list[Named], field: str, title: str, name: str) -> Figure:
-    traces = []
+    traces, shown = [], []
     for k, (label, result) in enumerate(results):
         values = [v for v in result.requests[field] if v is not None]
         if not values:
             continue
         shares = np.linspace(0, 1, CDF_POINTS)
         x = [float(f"{v:.5g}") for v in np.quantile(values, shares)]
+        shown += [v for v in x if v > 0]
         line = {"color": COLORS[k % len(COLORS)], "width": 2.5}
         trace = {"type": "scatter", "mode": "lines", "x": x, "y": shares.round(4).tolist(), "line": line}
         traces.append({**trace, "name": label})
     figure = _figure(name, title, "Of those that were answered. Logarithmic.", traces, "")
-    figure["layout"]["xaxis"] |= {"type": "log", "exponentformat": "none", "title": {"text": "seconds"}}
+    if shown:
+        figure["layout"]["xaxis"] |= log_axis(min(shown), max(shown))
     return figure
 
 
@@ -194,7 +199,12 @@ def _figure(name: str, title: str, note: str, traces: list[dict[str, Any]], unit
         "plot_bgcolor": "#ffffff",
         "font": {"family": "system-ui, sans-serif", "size": 12, "color": "#2b2b2b"},
         "xaxis": {"title": {"text": "seconds"}, "gridcolor": "#eeeeea", "zeroline": False},
-        "yaxis": {"title": {"text": unit}, "gridcolor": "#e6e6e0", "zeroline": False},
+        "yaxis": {
+            "title": {"text": unit, "standoff": 8},
+            "automargin": True,
+            "gridcolor": "#e6e6e0",
+            "zeroline": False,
+        },
         "legend": {"orientation": "h", "x": 1, "xanchor": "right", "y": 1.02, "yanchor": "bottom"},
         "showlegend": sum("name" in trace for trace in traces) > 1,
     }

@@ -91,6 +91,8 @@ def figure_rows(results: list[ReplayResult]) -> list[Row]:
         values = [_lookup(result.summary, figure.path) for result in results]
         if any(value is not None for value in values):
             shown = [format_value(value, figure.form) for value in values]
+            if figure.path == ("quality_loss",):
+                shown = [text + _why_no_loss(result) for text, result in zip(shown, results, strict=True)]
             rows.append(Row(figure.label, shown, *_compare(values, figure.better)))
     return rows
 
@@ -117,6 +119,14 @@ def _lookup(summary: dict[str, Any], path: tuple[str, ...]) -> float | None:
     for name in path:
         value = value.get(name) if isinstance(value, dict) else None
     return None if value is None or math.isnan(value) else value
+
+
+def _why_no_loss(result: ReplayResult) -> str:
+    """No loss beside many pages stepped down looks like an error."""
+    stepped_down = result.summary.get("stepped_down", {})
+    reads = [row.get(level, 0) for row in result.windows.get("pages_read", []) for level in stepped_down]
+    unread = result.summary.get("quality_loss") == 0 and any(stepped_down.values()) and reads
+    return ": no stepped-down page was read" if unread and not any(reads) else ""
 
 
 def _compare(values: list[float | None], better: str) -> tuple[str, str]:

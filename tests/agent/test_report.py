@@ -10,7 +10,7 @@ from kvpilot.agent.guard import Reason, Refusal
 from kvpilot.agent.load import Status, TurnResult
 from kvpilot.agent.recording import Recording
 from kvpilot.agent.report import render
-from kvpilot.agent.summary import accounts, quantile, summarize
+from kvpilot.agent.summary import accounts, cut_off, outcome, quantile, summarize
 from kvpilot.engine.stats import StatsSnapshot
 
 HOSTILE = "</script><script>alert(1)</script>"
@@ -137,3 +137,74 @@ def test_every_request_is_accounted_for(data):
     run = data["runs"][0]
     run["results"][0].update(status="cut off", refusals=2)
     assert accounts(run) == "2 requests sent: 1 cut off, 1 done; 2 answers 429 or 503 were retried."
+
+
+def test_the_outcome_names_what_got_better_worse_and_neither(data):
+    text = outcome(data)
+    better, rest = text.split("; ", 1)
+    assert better.startswith(
+        "Tuned against static - better: time to first token (median) 1.00 s \u2192 0.50 s"
+    )
+    assert "prefix cache hit rate 20% \u2192 80%" in better
+    assert rest.startswith("within 5 %: answers completed")
+    data["runs"].reverse()
+    assert "worse: time to first token (median) 0.50 s \u2192 1.00 s" in outcome(data)
+
+
+def test_a_figure_that_rises_from_nothing_has_a_verdict(data):
+    for sample in data["runs"][0]["samples"]:
+        sample["hit_tokens"] = 0.0
+    hit = {row.label: row for row in summarize(data)[0][1]}["Prefix cache hit rate"]
+    assert (hit.ratio, hit.verdict) == ("", "good")
+
+
+def test_the_outcome_of_a_broken_run_is_over_the_phases_that_both_got_through(data):
+    tuned = data["runs"][1]
+    tuned.update(finished=False, seconds=1.4)
+    text = outcome(data)
+    assert "over the first 1 s" in text
+    assert "time to first token (median) 1.00 s \u2192 0.50 s" in text
+    tuned["results"][1]["ttft_seconds"] = 99.0  # sent in the second phase
+    assert outcome(data) == text
+    tables = dict(summarize(data))
+    assert {row.label: row for row in tables["The first 1 s, which both runs got through"]}[
+        "Time to first token, median"
+    ].ratio == "0.50"
+    assert all(row.ratio == "" for row in tables["burst"])
+    tuned["seconds"] = 0.4
+    assert outcome(data).startswith("Nothing to compare")
+    assert all(row.ratio == "" for _, rows in summarize(data) for row in rows)
+
+
+def test_requests_cut_off_are_counted_beside_the_figures_and_marked_in_the_chart(data):
+    assert cut_off(data["runs"][0]) == ""
+    assert "not in the latency figures" not in render(data)
+    cut = data["runs"][0]["results"][1]
+    cut.update(status="cut off", ttft_seconds=None, answer_seconds=None)
+    counts = "1 of 2 (1 before their first token), under way for 2 s by then"
+    assert cut_off(data["runs"][0]) == counts
+    page = render(data)
+    assert f"static {counts}" in page.split("In figures")[0]
+    chart = {chart["id"]: chart for chart in make_charts(data)}["ttft"]
+    marks = [t for t in chart["traces"] if t.get("marker", {}).get("symbol") == "triangle-up-open"]
+    assert [(t["x"], t["y"]) for t in marks] == [([1.5], [2.5])]
+    assert "Triangles" in chart["note"]
+
+
+def test_every_knob_has_room_above_its_largest_value(data):
+    layout = {chart["id"]: chart for chart in make_charts(data)}["knobs"]["layout"]
+    high = max(run["samples"][-1]["knobs"]["kv_level"] for run in data["runs"])
+    assert layout["yaxis"]["range"][1] >= 1.1 * high
+
+
+def test_more_pages_held_is_neither_good_nor_bad(data):
+    for sample in data["runs"][1]["samples"]:
+        sample["pages"]["int4"] = 400.0
+    pages = {row.label: row for row in summarize(data)[0][1]}["Most pages held at once"]
+    assert (pages.static, pages.tuned, pages.verdict) == ("7", "403", "even")
+
+
+def test_what_the_drawing_means_is_said_before_the_first_chart(data):
+    before = render(data).split("<figure>")[0]
+    assert "Dotted grey" in before
+    assert "drain" in before

@@ -9,7 +9,8 @@ import pytest
 from kvpilot.engine.errors import ConfigError
 from kvpilot.env.replay.http import HttpReplay, ServerError, replay_http
 from kvpilot.env.replay.report import render
-from kvpilot.env.replay.result import Slo
+from kvpilot.env.replay.result import Slo, read_result
+from kvpilot.env.replay.sim import replay_simulated
 from kvpilot.env.replay.synthetic import SyntheticText
 
 CONFIG = HttpReplay(url="http://server", model="m", slo=Slo(), drain_seconds=5.0)
@@ -59,6 +60,21 @@ def test_prompts_are_the_synthetic_ids_and_answers_are_counted(fast):
     assert set(result.requests["status"]) == {"done"}
     assert not result.is_partial
     assert "real time against http://server" in render([("live", result)])
+
+
+@pytest.mark.parametrize("has_statistics", [True, False])
+def test_a_live_result_stopped_early_and_read_back_is_a_page(fast, chats, replay, tmp_path, has_statistics):
+    """It has no profile, queue times or engine settings, and no windows if the server is another engine."""
+    late = replace(CONFIG, end_seconds=float(fast.arrival_seconds[3]))
+    windows = replay_simulated(chats, replay).windows if has_statistics else {}
+    replace(run(fast, late, FakeServer()), windows=windows).write(tmp_path / "live.json")
+    result = read_result(tmp_path / "live.json")
+    page = render([("live", result)])
+    assert result.is_partial
+    assert "was stopped before its end" in page
+    assert ("Pool by state" in page) == has_statistics
+    assert "Where live comes from" in page
+    assert "real time against http://server" in render([("live", result), ("again", result)])
 
 
 def test_it_is_open_loop(fast):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvpilot.engine.config import Knobs
+from kvpilot.env.replay.axes import MAX_TICKS, log_axis
 from kvpilot.env.replay.report import figure_rows, render
 from kvpilot.env.replay.sim import replay_simulated
 
@@ -63,3 +64,45 @@ def test_results_without_windows_or_answers_are_shown(results):
 
 def test_partial_results_say_so(results):
     assert "was stopped before its end" in render([("a", replace(results[0], is_partial=True))])
+
+
+def test_no_loss_beside_pages_stepped_down_is_explained(results):
+    def loss(pages_read):
+        windows = {**results[0].windows, "pages_read": [pages_read]}
+        summary = {**results[0].summary, "quality_loss": 0.0, "stepped_down": {"int8": 0, "int4": 7}}
+        rows = figure_rows([replace(results[0], windows=windows, summary=summary)])
+        return {row.label: row for row in rows}["Quality loss, mean KL per token"].values
+
+    assert loss({"bf16": 5, "int8": 0, "int4": 0}) == ["0: no stepped-down page was read"]
+    assert loss({"bf16": 5, "int8": 0, "int4": 1}) == ["0"]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "texts"),
+    [
+        (0.06, 0.9, ["0.05", "0.1", "0.2", "0.5", "1"]),
+        (0.0035, 0.0037, ["0.002", "0.005"]),
+        (1.0, 1.0, ["1", "2"]),
+        (30, 1500, ["20", "50", "100", "200", "500", "1000", "2000"]),
+    ],
+)
+def test_log_axes_have_ticks_in_full_that_enclose_the_data(low, high, texts):
+    axis = log_axis(low, high)
+    assert axis["ticktext"] == texts
+    assert [float(text) for text in texts] == axis["tickvals"]
+    assert 10 ** axis["range"][0] < low
+    assert 10 ** axis["range"][1] > high
+
+
+def test_log_axes_over_many_decades_have_a_tick_each():
+    axis = log_axis(0.001, 5000)
+    assert axis["ticktext"] == ["0.001", "0.01", "0.1", "1", "10", "100", "1000"]
+    assert len(axis["ticktext"]) <= MAX_TICKS
+
+
+def test_every_log_axis_of_a_page_has_its_own_ticks(results):
+    layouts = [chart["layout"] for chart in charts_of(render([("a", results[0]), ("b", results[1])]))]
+    axes = [axis for layout in layouts for axis in (layout["xaxis"], layout["yaxis"])]
+    logarithmic = [axis for axis in axes if axis.get("type") == "log"]
+    assert len(logarithmic) == 4
+    assert all(len(axis["ticktext"]) >= 2 for axis in logarithmic)
