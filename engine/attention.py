@@ -76,31 +76,7 @@ class PagedAttention:
 
     def plan(self, batch: Sequence[ScheduledRequest]) -> AttentionPlan:
         """Rows follow the batch, request after request. Call it again when pages have changed."""
-        page_size = self._shape.page_size
-        positions: list[NDArray[np.int64]] = []
-        places: list[NDArray[np.int64]] = []
-        decodes: list[tuple[int, NDArray[np.int64], int]] = []  # row, cells, tokens
-        chunks: list[PrefillChunk] = []
-        row = 0
-        for request, start, num_new, _ in batch:
-            num_tokens = start + num_new
-            assert num_tokens <= len(self._rope.cos), (num_tokens, len(self._rope.cos))
-            cells = page_cells(request.pages[: -(-num_tokens // page_size)])
-            position = np.arange(start, num_tokens)
-            positions.append(position)
-            places.append(np.stack((cells[position // page_size, 1], position % page_size), axis=1))
-            if num_new == 1:
-                decodes.append((row, cells, num_tokens))
-            else:
-                chunks.append(PrefillChunk(begin=row, end=row + num_new, start=start, cells=cells))
-            row += num_new
-        return AttentionPlan(
-            positions=np.concatenate(positions),
-            places=np.concatenate(places),
-            decode_rows=slice(None) if not chunks else torch.tensor([row for row, _, _ in decodes]),
-            decode_table=_page_table(decodes) if decodes else None,
-            chunks=tuple(chunks),
-        )
+        return plan_step(batch, self._shape.page_size, len(self._rope.cos))
 
     def __call__(self, layer: int, qkv_TX: Tensor, plan: AttentionPlan) -> Tensor:
         """qkv [T, (Hq + 2 Hkv) * D] before RoPE -> attention output [T, Hq * D], in the dtype of qkv."""
@@ -121,6 +97,34 @@ class PagedAttention:
                 q_THD[rows], self._storage, layer, chunk.cells, chunk.start
             )
         return out_THD.flatten(1)
+
+
+def plan_step(batch: Sequence[ScheduledRequest], page_size: int, max_position: int) -> AttentionPlan:
+    """Rows follow the batch, request after request; sequences that compute one token are decoded together."""
+    positions: list[NDArray[np.int64]] = []
+    places: list[NDArray[np.int64]] = []
+    decodes: list[tuple[int, NDArray[np.int64], int]] = []  # row, cells, tokens
+    chunks: list[PrefillChunk] = []
+    row = 0
+    for request, start, num_new, _ in batch:
+        num_tokens = start + num_new
+        assert num_tokens <= max_position, (num_tokens, max_position)
+        cells = page_cells(request.pages[: -(-num_tokens // page_size)])
+        position = np.arange(start, num_tokens)
+        positions.append(position)
+        places.append(np.stack((cells[position // page_size, 1], position % page_size), axis=1))
+        if num_new == 1:
+            decodes.append((row, cells, num_tokens))
+        else:
+            chunks.append(PrefillChunk(begin=row, end=row + num_new, start=start, cells=cells))
+        row += num_new
+    return AttentionPlan(
+        positions=np.concatenate(positions),
+        places=np.concatenate(places),
+        decode_rows=slice(None) if not chunks else torch.tensor([row for row, _, _ in decodes]),
+        decode_table=_page_table(decodes) if decodes else None,
+        chunks=tuple(chunks),
+    )
 
 
 def _page_table(decodes: list[tuple[int, NDArray[np.int64], int]]) -> PageTable:

@@ -1,19 +1,23 @@
 """Puts an engine together: model, page storage, attention, runner, scheduler."""
 
+import torch
+
 from kvpilot.engine.attention import PagedAttention, rope_tables
 from kvpilot.engine.config import EngineConfig
 from kvpilot.engine.engine import Engine
+from kvpilot.engine.errors import ConfigError
 from kvpilot.engine.kv.formats import PageShape
 from kvpilot.engine.kv.quality import quality_loss
+from kvpilot.engine.kv.storage import PageStorage
 from kvpilot.engine.kv.torch_storage import TorchStorage
 from kvpilot.engine.model.llama import Llama
-from kvpilot.engine.runners.torch_runner import TorchRunner
+from kvpilot.engine.runners.torch_runner import Attention, TorchRunner
 
 
 def build_engine(
     model: Llama, config: EngineConfig, *, model_name: str = "", engine_class: type[Engine] = Engine
 ) -> Engine:
-    """An engine on the CPU for a loaded model. Raises ConfigError if the envelope does not fit the model.
+    """An engine on the model's device. Raises ConfigError if the envelope does not fit the model or the device.
 
     `model_name` looks up the measured quality loss of each codec; for an unknown model it is reported as 0.
     """
@@ -23,14 +27,32 @@ def build_engine(
         head_dim=model.config.head_dim,
         page_size=config.page_size,
     )
-    storage = TorchStorage(shape, config.ladder, config.pool_bytes)
-    rope = rope_tables(model.config.rope_inverse_frequencies, model.config.max_position)
-    attention = PagedAttention(shape, model.config.num_heads, storage, rope, model.dtype)
+    storage, attention = (_on_gpu if model.device.type == "cuda" else _on_cpu)(model, config, shape)
     return engine_class(
         config,
         shape,
-        TorchRunner(model, attention),
+        TorchRunner(model, attention, model.device),
         storage,
         model_max_len=model.config.max_position,
         quality_loss=quality_loss(model_name),
     )
+
+
+def _on_cpu(model: Llama, config: EngineConfig, shape: PageShape) -> tuple[PageStorage, Attention]:
+    storage = TorchStorage(shape, config.ladder, config.pool_bytes)
+    rope = rope_tables(model.config.rope_inverse_frequencies, model.config.max_position)
+    return storage, PagedAttention(shape, model.config.num_heads, storage, rope, model.dtype)
+
+
+def _on_gpu(model: Llama, config: EngineConfig, shape: PageShape) -> tuple[PageStorage, Attention]:
+    try:
+        from kvpilot.engine.cuda_attention import CudaAttention
+        from kvpilot.engine.kv.cuda_storage import CudaStorage
+    except ImportError as error:
+        raise ConfigError(f"device={model.device} needs triton, which cannot be imported: {error}") from error
+    if model.dtype != torch.bfloat16:
+        raise ConfigError(f"dtype={model.dtype} is invalid: on a GPU the model computes in torch.bfloat16")
+    num_heads = model.config.num_heads
+    storage = CudaStorage(shape, config.ladder, config.pool_bytes, num_heads, model.device)
+    rope = rope_tables(model.config.rope_inverse_frequencies, model.config.max_position)
+    return storage, CudaAttention(num_heads, storage, rope)

@@ -28,7 +28,7 @@ class Linear:
     """y = x W^T + b, for x [N, in]. Holds the weight [out, in] packed where the CPU can, else plain."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._packed = can_pack(weight.dtype)
+        self._packed = weight.is_cpu and can_pack(weight.dtype)
         weight = weight.contiguous()
         self._weight = (
             torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_BATCH) if self._packed else weight

@@ -1,12 +1,11 @@
-"""The CPU runner: one forward pass over all tokens of a step."""
+"""The runner for torch models, on a CPU or a GPU: one forward pass over all tokens of a step."""
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from kvpilot.engine.attention import PagedAttention
 from kvpilot.engine.request import Request, SampledToken, SamplingParams, ScheduledRequest
 from kvpilot.engine.sampling import sample
 
@@ -19,12 +18,21 @@ class Model(Protocol):
     def logits(self, hidden_NH: Tensor) -> Tensor: ...
 
 
+class Attention(Protocol):
+    """Attention over paged K and V; see `kvpilot.engine.attention.PagedAttention`."""
+
+    def plan(self, batch: Sequence[ScheduledRequest]) -> Any: ...
+
+    def __call__(self, layer: int, qkv_TX: Tensor, plan: Any, /) -> Tensor: ...
+
+
 class TorchRunner:
     """Runs prefill chunks and decode tokens of a step together, then samples for those who need a token."""
 
-    def __init__(self, model: Model, attention: PagedAttention) -> None:
+    def __init__(self, model: Model, attention: Attention, device: torch.device | str = "cpu") -> None:
         self._model = model
         self._attention = attention
+        self._device = device
 
     @torch.inference_mode()
     def execute(self, batch: list[ScheduledRequest]) -> list[SampledToken | None]:
@@ -42,7 +50,9 @@ class TorchRunner:
             assert request.tokens is not None
             tokens += request.tokens[start : start + num_new]
         plan = self._attention.plan(batch)
-        return self._model.forward(torch.tensor(tokens), lambda layer, qkv: self._attention(layer, qkv, plan))
+        return self._model.forward(
+            torch.tensor(tokens, device=self._device), lambda layer, qkv: self._attention(layer, qkv, plan)
+        )
 
     def _sample(self, logits_NV: Tensor, requests: list[Request]) -> list[SampledToken]:
         params = [request.sampling or SamplingParams() for request in requests]

@@ -1,0 +1,278 @@
+"""Decode attention over pages of three precisions in one launch: Triton code.
+
+Scores are computed transposed, S = K q^T and O = V^T P, so that the tokens (of which there are many) are the
+rows of the tensor core tile and the query heads of a kv head fill its 8 columns. One warp handles one
+(sequence, kv head, split), one page or two at a time; the running sum of the softmax is reduced at the end.
+Scales never touch a tile of int8: K's multiply the scores, V's the probabilities.
+"""
+# pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false
+
+import triton
+import triton.language as tl
+
+from kvpilot.engine.kernels.gpu.unpack import (
+    byte_minus_128,
+    byte_plus_1024,
+    channel_parameters,
+    high_half,
+    low_half,
+    stored_index,
+    unpack_k,
+    unpack_v,
+)
+
+
+@triton.jit
+def _dot_bf16(a, b, acc, ASM: tl.constexpr):
+    if not ASM:  # the interpreter multiplies the bits of bf16 as integers
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
+    return tl.dot(a, b, acc)
+
+
+@triton.jit
+def _load_q(q_ptr, rows, valid, scale, begin, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Dims begin .. begin + WIDTH - 1 of the query heads as columns, times `scale`."""
+    dims = begin + tl.arange(0, WIDTH)
+    q = tl.load(q_ptr + rows[None, :] * HEAD_DIM + dims[:, None], mask=valid[None, :], other=0.0)
+    return q.to(tl.float32) * scale
+
+
+@triton.jit
+def _exact_pages(
+    q, m, total, acc, pool, table, first, begin, end, num_tokens, k_offset,
+    ASM: tl.constexpr, V_OFFSET: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    tokens = tl.arange(0, PAGE)
+    dims = tl.arange(0, HEAD_DIM)
+    zeros = tl.zeros([PAGE, 8], tl.float32)
+    for i in tl.range(begin, end, num_stages=STAGES):
+        page = tl.load(table + 2 * i) * 16
+        base = (pool + page + k_offset).to(tl.pointer_type(tl.bfloat16))
+        k = tl.load(base + tokens[:, None] * HEAD_DIM + dims[None, :])
+        s = _dot_bf16(k, q, zeros, ASM)
+        is_valid = (i - first) * PAGE + tokens < num_tokens
+        s = tl.where(is_valid[:, None], s, -float("inf"))
+        m_new = tl.maximum(m, tl.max(s, 0))
+        p = tl.exp2(s - m_new[None, :])
+        shrink = tl.exp2(m - m_new)
+        total = total * shrink[None, :] + p
+        v_at = base + V_OFFSET // 2 + tokens[None, :] * HEAD_DIM + dims[:, None]
+        # What lies behind the last token of an open page may be NaN, which a probability of 0 does not remove
+        v = tl.load(v_at, mask=is_valid[None, :], other=0.0)
+        acc = _dot_bf16(v, p.to(tl.bfloat16), acc * shrink[None, :], ASM)
+        m = m_new
+    return m, total, acc
+
+
+@triton.jit
+def _byte_pages(
+    q, m, total, acc, pool, table, begin, end, k_offset, scale_offset,
+    IS_FP8: tl.constexpr, ASM: tl.constexpr, V_OFFSET: tl.constexpr,
+    PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    tokens = tl.arange(0, PAGE)
+    dims = tl.arange(0, HEAD_DIM)
+    bias = tl.sum(q.to(tl.float32), 0) * 1152.0
+    for i in tl.range(begin, end, num_stages=STAGES):
+        page = tl.load(table + 2 * i) * 16
+        record = tl.load(table + 2 * i + 1) * 4
+        base = pool + page + k_offset
+        k = tl.load(base + tokens[:, None] * HEAD_DIM + dims[None, :])
+        scales = tl.load((pool + record + scale_offset).to(tl.pointer_type(tl.int32)) + tokens)
+        if IS_FP8:
+            s = tl.dot(k.to(tl.float8e4nv, bitcast=True).to(tl.float16), q)
+        else:
+            s = tl.dot(byte_plus_1024(k, ASM), q) - bias[None, :]
+        s = s * low_half(scales).to(tl.float32)[:, None]
+        m_new = tl.maximum(m, tl.max(s, 0))
+        p = tl.exp2(s - m_new[None, :])
+        shrink = tl.exp2(m - m_new)
+        total = total * shrink[None, :] + p
+        v = tl.load(base + V_OFFSET + dims[:, None] * PAGE + tokens[None, :])
+        v = v.to(tl.float8e4nv, bitcast=True).to(tl.float16) if IS_FP8 else byte_minus_128(v, ASM)
+        p = p * high_half(scales).to(tl.float32)[:, None]
+        acc = tl.dot(v, p.to(tl.float16), acc * shrink[None, :])
+        m = m_new
+    return m, total, acc
+
+
+@triton.jit
+def _int4_scores(q_low, q_high, base, words, ASM: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Scores of the page's first and second half of tokens."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    tokens = tl.arange(0, PAGE // 2)
+    dims = tl.arange(0, HALF)
+    stored = stored_index(dims, ASM)
+    # Loaded for every channel: were the units a scalar, the codes would have to pass through shared memory twice
+    units = tl.load(words + HALF + dims * 0)[None, :]
+    s_low, s_high, m_low, m_high = channel_parameters(tl.load(words + dims)[None, :], units, ASM)
+    x = tl.load(base + tokens[:, None] * HALF + stored[None, :])
+    low, high = unpack_k(x, s_low, s_high, m_low, m_high, ASM)
+    first = tl.dot(high, q_high, tl.dot(low, q_low))
+    x = tl.load(base + (PAGE // 2) * HALF + tokens[:, None] * HALF + stored[None, :])
+    low, high = unpack_k(x, s_low, s_high, m_low, m_high, ASM)
+    second = tl.dot(high, q_high, tl.dot(low, q_low))
+    return first, second
+
+
+@triton.jit
+def _int4_values(
+    p_first, p_second, shift, acc, base, words,
+    ASM: tl.constexpr, V_OFFSET: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Adds P V of one page to `acc`, and what is the same for all dims (mins, the codes' bias) to `shift`."""
+    tokens = tl.arange(0, PAGE // 2)
+    dims = tl.arange(0, HEAD_DIM)
+    records = words + HEAD_DIM // 2 + 1
+    first = tl.load(records + tokens)
+    second = tl.load(records + PAGE // 2 + tokens)
+    x = tl.load(base + V_OFFSET + dims[:, None] * (PAGE // 2) + stored_index(tokens, ASM)[None, :])
+    low, high = unpack_v(x, ASM)
+    scaled_first = (p_first * low_half(first).to(tl.float32)[:, None]).to(tl.float16)
+    scaled_second = (p_second * low_half(second).to(tl.float32)[:, None]).to(tl.float16)
+    acc = tl.dot(low, scaled_first, acc)
+    acc = tl.dot(high, scaled_second, acc)
+    shift += p_first * high_half(first).to(tl.float32)[:, None] + 8.0 * scaled_first.to(tl.float32)
+    shift += p_second * high_half(second).to(tl.float32)[:, None] + 8.0 * scaled_second.to(tl.float32)
+    return shift, acc
+
+
+@triton.jit
+def _int4_pages(
+    q_low, q_high, m, total, shift, acc, pool, table, begin, end, k_offset, scale_offset,
+    ASM: tl.constexpr, V_OFFSET: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PAIR: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One page after another, or two (`PAIR`), of which the second may be past the end."""
+    for i in tl.range(begin, end, 2 if PAIR else 1, num_stages=STAGES):
+        page = tl.load(table + 2 * i) * 16
+        record = tl.load(table + 2 * i + 1) * 4
+        base = pool + page + k_offset
+        words = (pool + record + scale_offset).to(tl.pointer_type(tl.int32))
+        s_a, s_b = _int4_scores(q_low, q_high, base, words, ASM, PAGE, HEAD_DIM)
+        m_new = tl.maximum(m, tl.max(tl.maximum(s_a, s_b), 0))
+        if PAIR:
+            j = tl.minimum(i + 1, end - 1)
+            page_2 = tl.load(table + 2 * j) * 16
+            record_2 = tl.load(table + 2 * j + 1) * 4
+            base_2 = pool + page_2 + k_offset
+            words_2 = (pool + record_2 + scale_offset).to(tl.pointer_type(tl.int32))
+            s_c, s_d = _int4_scores(q_low, q_high, base_2, words_2, ASM, PAGE, HEAD_DIM)
+            penalty = tl.where(i + 1 < end, 0.0, -float("inf"))
+            s_c += penalty
+            s_d += penalty
+            m_new = tl.maximum(m_new, tl.max(tl.maximum(s_c, s_d), 0))
+        p_a = tl.exp2(s_a - m_new[None, :])
+        p_b = tl.exp2(s_b - m_new[None, :])
+        shrink = tl.exp2(m - m_new)
+        m = m_new
+        total = total * shrink[None, :] + (p_a + p_b)
+        shift = shift * shrink[None, :]
+        acc = acc * shrink[None, :]
+        shift, acc = _int4_values(p_a, p_b, shift, acc, base, words, ASM, V_OFFSET, PAGE, HEAD_DIM)
+        if PAIR:
+            p_a = tl.exp2(s_c - m_new[None, :])
+            p_b = tl.exp2(s_d - m_new[None, :])
+            total += p_a + p_b
+            shift, acc = _int4_values(p_a, p_b, shift, acc, base_2, words_2, ASM, V_OFFSET, PAGE, HEAD_DIM)
+    return m, total, shift, acc
+
+
+@triton.jit
+def _part(begin, end, split, num_splits):
+    """This split's share of the rows begin .. end."""
+    count = end - begin
+    return begin + count * split // num_splits, begin + count * (split + 1) // num_splits
+
+
+@triton.jit(do_not_specialize=["layer", "num_splits", "q_scale"])
+def decode_kernel(
+    q_ptr, pool, table, spans, out_ptr, lse_ptr, layer, num_splits, q_scale,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HAS_EXACT: tl.constexpr, BYTE_KIND: tl.constexpr, HAS_INT4: tl.constexpr, ASM: tl.constexpr,
+    EXACT_STAGES: tl.constexpr, BYTE_STAGES: tl.constexpr, INT4_STAGES: tl.constexpr, PAIR: tl.constexpr,
+):  # fmt: skip
+    """Grid (kv heads, splits, sequences). BYTE_KIND is 0 (no such pages), 1 (int8) or 2 (fp8).
+
+    `table` int64 [pages, 2] holds the offsets of codes / 16 and of scales / 4, a sequence's pages sorted by level (a
+    hint of alignment would not survive the pipelining of its load); `spans` int32
+    [B, 5]: first row, end of exact, of 8-bit, of int4 rows, valid tokens of the exact pages. Output rows are
+    [B, heads, splits, HEAD_DIM], and log2-sum-exp2 [B, heads, splits] unless there is one split.
+    """
+    head = tl.program_id(0)
+    split = tl.program_id(1)
+    sequence = tl.program_id(2)
+    columns = tl.arange(0, 8)
+    valid = columns < GROUP
+    rows = (sequence * NUM_KV_HEADS + head) * GROUP + columns
+    span = spans + sequence * 5
+    first = tl.load(span)
+    exact_end = tl.load(span + 1)
+    byte_end = tl.load(span + 2)
+    int4_end = tl.load(span + 3)
+
+    HEAD_VALUES: tl.constexpr = PAGE * HEAD_DIM
+    block = layer * (2 * NUM_KV_HEADS) + head
+    scale_block = layer * NUM_KV_HEADS + head
+    m = tl.full([8], -1e30, tl.float32)
+    acc = tl.zeros([HEAD_DIM, 8], tl.float32)
+    total_8 = tl.zeros([8], tl.float32)
+    if HAS_EXACT:
+        q = _load_q(q_ptr, rows, valid, q_scale, 0, HEAD_DIM, HEAD_DIM).to(tl.bfloat16)
+        total = tl.zeros([PAGE, 8], tl.float32)
+        begin, end = _part(first, exact_end, split, num_splits)
+        m, total, acc = _exact_pages(
+            q, m, total, acc, pool, table, first, begin, end, tl.load(span + 4), block * (2 * HEAD_VALUES),
+            ASM, 2 * NUM_KV_HEADS * HEAD_VALUES, PAGE, HEAD_DIM, EXACT_STAGES,
+        )  # fmt: skip
+        total_8 = tl.sum(total, 0)
+    if BYTE_KIND > 0:
+        q = _load_q(q_ptr, rows, valid, q_scale, 0, HEAD_DIM, HEAD_DIM).to(tl.float16)
+        total = tl.zeros([PAGE, 8], tl.float32)
+        begin, end = _part(exact_end, byte_end, split, num_splits)
+        before = m
+        m, total, acc = _byte_pages(
+            q, m, total, acc, pool, table, begin, end, block * HEAD_VALUES, scale_block * (4 * PAGE),
+            BYTE_KIND == 2, ASM, NUM_KV_HEADS * HEAD_VALUES, PAGE, HEAD_DIM, BYTE_STAGES,
+        )  # fmt: skip
+        total_8 = total_8 * tl.exp2(before - m) + tl.sum(total, 0)
+    if HAS_INT4:
+        HALF: tl.constexpr = HEAD_DIM // 2
+        q_low = _load_q(q_ptr, rows, valid, q_scale, 0, HEAD_DIM, HALF).to(tl.float16)
+        q_high = _load_q(q_ptr, rows, valid, q_scale, HALF, HEAD_DIM, HALF).to(tl.float16)
+        total = tl.zeros([PAGE // 2, 8], tl.float32)
+        shift = tl.zeros([PAGE // 2, 8], tl.float32)
+        begin, end = _part(byte_end, int4_end, split, num_splits)
+        before = m
+        m, total, shift, acc = _int4_pages(
+            q_low, q_high, m, total, shift, acc, pool, table, begin, end,
+            block * (HEAD_VALUES // 2), scale_block * (2 * HEAD_DIM + 4 + 4 * PAGE),
+            ASM, NUM_KV_HEADS * (HEAD_VALUES // 2), PAGE, HEAD_DIM, PAIR, INT4_STAGES,
+        )  # fmt: skip
+        total_8 = total_8 * tl.exp2(before - m) + tl.sum(total, 0)
+        acc += tl.sum(shift, 0)[None, :]
+
+    dims = tl.arange(0, HEAD_DIM)
+    total_8 = tl.maximum(total_8, 1e-30)  # a split may have no page
+    out = acc / total_8[None, :]
+    out_rows = rows * num_splits + split
+    out_at = out_ptr + out_rows[None, :] * HEAD_DIM + dims[:, None]
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=valid[None, :])
+    if num_splits > 1:
+        tl.store(lse_ptr + out_rows, m + tl.log2(total_8), mask=valid)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def merge_kernel(partial_ptr, lse_ptr, out_ptr, num_splits, MAX_SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """One program per (sequence, head): the splits' outputs weighted by their share of the softmax mass."""
+    row = tl.program_id(0)
+    splits = tl.arange(0, MAX_SPLITS)
+    dims = tl.arange(0, HEAD_DIM)
+    is_split = splits < num_splits
+    lse = tl.load(lse_ptr + row * num_splits + splits, mask=is_split, other=-float("inf"))
+    weights = tl.exp2(lse - tl.max(lse, 0))
+    partial_at = partial_ptr + (row * num_splits + splits[:, None]) * HEAD_DIM + dims[None, :]
+    partial = tl.load(partial_at, mask=is_split[:, None], other=0.0)
+    out = tl.sum(partial * weights[:, None], 0) / tl.sum(weights, 0)
+    tl.store(out_ptr + row * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty))
