@@ -17,15 +17,23 @@ class AuditLog:
     def __init__(self, path: Path) -> None:
         self.path = path
 
+    def check(self) -> None:
+        """Raises AuditError if nothing can be written; to be asked before the loop starts."""
+        try:
+            self._append(b"")
+        except OSError as error:
+            raise self._failure(error) from error
+
     def write(self, record: dict[str, object]) -> None:
         """Appends one line, or raises AuditError. The file is opened anew each time: it may be rotated."""
         line = json.dumps(record, allow_nan=False, default=str).encode() + b"\n"
         try:
             self._append(line)
         except OSError as error:
-            raise AuditError(
-                f"audit={str(self.path)!r} cannot be written: {error.strerror or error}"
-            ) from error
+            raise self._failure(error) from error
+
+    def _failure(self, error: OSError) -> AuditError:
+        return AuditError(f"audit={str(self.path)!r} cannot be written: {error.strerror or error}")
 
     def _append(self, line: bytes) -> None:
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o640)

@@ -49,14 +49,19 @@ def run_quality(config: QualityConfig) -> int:
     num_windows = min(config.num_windows, QUICK_WINDOWS) if config.quick else config.num_windows
     model = load_model(config.model, torch.float32)
     columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console) as progress:
         task = progress.add_task(f"{len(recipes)} recipes, {num_windows} windows", total=1.0)
-        report = quality.run(
-            model,
-            recipes,
-            num_windows=num_windows,
-            on_progress=lambda share: progress.update(task, completed=share),
-        )
+        shown = 0.0
+
+        def advance(share: float) -> None:
+            nonlocal shown
+            progress.update(task, completed=share)
+            if not console.is_terminal and share >= shown + 0.1:
+                shown = share
+                console.print(f"{share:.0%} done")
+
+        report = quality.run(model, recipes, num_windows=num_windows, on_progress=advance)
     Console().print(quality.table(report))
     about = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "command": config.command}
     if config.json_path:

@@ -1,6 +1,7 @@
 """The command `autotune`. Each command parses to a config and calls one function."""
 
 import json
+import re
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -42,6 +43,38 @@ app.add_typer(trace_cli.app, name="trace")
 app.add_typer(bench_cli.app, name="bench")
 replay_cli.register(app)
 
+SETTINGS = {  # what errors call by its name in the configuration, and the option
+    "pool_bytes": "pool-mb",
+    "ttl_seconds": "ttl",
+    "fraction": "sample",
+    "interval_seconds": "interval",
+    "timeout_seconds": "timeout",
+    **{
+        name: name.replace("_", "-")
+        for name in (
+            *("page_size", "ladder", "max_batch", "max_batch_ceiling", "max_model_len", "max_waiting"),
+            *(
+                "prefill_chunk",
+                "eviction",
+                "starvation_seconds",
+                "size_factor",
+                "kv_level",
+                "port",
+                "admin_port",
+            ),
+            *(
+                "threads",
+                "dtype",
+                "decide_every",
+                "min_change_seconds",
+                "token_file",
+                "url",
+                "admin_url",
+                "audit",
+            ),
+        )
+    },
+}
 DEFAULT_TOKEN_FILE = Path("~/.kvpilot/admin.token")  # of serve, run and knobs alike
 TokenFile = Annotated[Path, Option("--token-file", help="Holds the admin token of `autotune serve`.")]
 AdminUrl = Annotated[str, Option("--admin-url", help="The engine's admin API.")]
@@ -292,8 +325,16 @@ def main() -> None:
     try:
         app()
     except KVPilotError as error:
-        print(f"autotune: {error}", file=sys.stderr)
+        print(f"autotune: {_in_options(str(error))}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+def _in_options(message: str) -> str:
+    """A message that begins with a setting's name, with the option that sets it."""
+    match = re.match(r"(?:knobs\.)?(\w+)=", message)
+    if match is None or match[1] not in SETTINGS:
+        return message
+    return f"--{SETTINGS[match[1]]}: {message}"
 
 
 if __name__ == "__main__":

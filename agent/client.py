@@ -112,7 +112,7 @@ class EngineClient:
             return self._http.request(method, self._knobs_url, json=body, headers=self._headers)
         except httpx.HTTPError as error:
             raise EngineUnavailableError(
-                f"{self._knobs_url} does not answer: {type(error).__name__}"
+                f"{self._knobs_url} does not answer ({type(error).__name__}): is `autotune serve` running there?"
             ) from error
 
 
@@ -131,7 +131,10 @@ def read_token(path: Path) -> str:
     try:
         token = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"token_file={str(path)!r} cannot be read: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else "not a token"
+        raise ConfigError(
+            f"token_file={str(path)!r} cannot be read ({why}): expected the file that `autotune serve` writes"
+        ) from error
     if not token:
         raise ConfigError(f"token_file={str(path)!r} is empty: expected the admin token")
     return token

@@ -260,7 +260,9 @@ class Controller:
 
     def _tell(self, decision: Decision) -> Decision:
         self.refused.update(refusal.reason for refusal in decision.refusals)
-        level = logging.WARNING if decision.outcome is Outcome.FAILED or self.failures else logging.INFO
+        unaudited = any(refusal.reason is Reason.AUDIT for refusal in decision.refusals)
+        bad = decision.outcome is Outcome.FAILED or self.failures or unaudited
+        level = logging.WARNING if bad else logging.INFO
         if decision.outcome is not Outcome.OBSERVED:
             log.log(level, "%s", decision)
         if self.on_decision is not None:

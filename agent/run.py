@@ -63,15 +63,23 @@ def run_loop(config: RunConfig) -> int:
         token=read_token(config.token_file),
         timeout_seconds=config.timeout_seconds,
     )
+    audit = AuditLog(config.audit)
+    audit.check()
     controller = Controller(
         engine=client,
         policy=POLICIES[config.policy](),
-        audit=AuditLog(config.audit),
+        audit=audit,
         mode=config.mode,
         limits=config.limits,
         decide_every=config.decide_every,
     )
-    log.info("%s, policy %s, every %g s", config.mode, config.policy, config.interval_seconds)
+    log.info(
+        "%s, policy %s: observes every %g s, decides every %g s",
+        config.mode,
+        config.policy,
+        config.interval_seconds,
+        config.interval_seconds * config.decide_every,
+    )
     try:
         controller.run(stop, config.interval_seconds)
     finally:

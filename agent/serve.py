@@ -1,6 +1,7 @@
 """`autotune serve`: a model, an engine around it, its metrics, and the two APIs. Imports torch and FastAPI."""
 
 import logging
+import os
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -11,8 +12,9 @@ from prometheus_client import CollectorRegistry
 from kvpilot.engine.config import EngineConfig
 from kvpilot.engine.errors import ConfigError
 from kvpilot.engine.factory import build_engine
+from kvpilot.engine.kernels import IMPLEMENTATION
 from kvpilot.engine.model.load import load_model
-from kvpilot.engine.server.run import ServerConfig, serve
+from kvpilot.engine.server.run import ServerConfig, bind, serve
 from kvpilot.engine.server.token import resolve_token
 from kvpilot.exporter.collector import EngineCollector, metrics_source
 
@@ -36,6 +38,13 @@ class ServeConfig:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.dtype!r} is invalid: expected one of {', '.join(DTYPES)}")
+        cores = os.cpu_count() or 1
+        if self.threads is not None and not 1 <= self.threads <= cores:
+            raise ConfigError(
+                f"threads={self.threads} is invalid: expected 1 to {cores}, the cores of this machine"
+            )
+        if self.port == self.admin_port != 0:
+            raise ConfigError(f"admin_port={self.admin_port} is invalid: expected another one than port")
 
     @property
     def model_name(self) -> str:
@@ -46,6 +55,8 @@ class ServeConfig:
 def run_server(config: ServeConfig) -> int:
     """Serves until SIGTERM or Ctrl-C; returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    bind(config.host, config.port, "port").close()  # better said before a model is loaded
+    bind("127.0.0.1", config.admin_port, "admin_port").close()
     token, from_file = resolve_token(None, config.admin_token_file)
     if from_file:
         log.info("the admin token is in %s", config.admin_token_file)
@@ -61,7 +72,9 @@ def run_server(config: ServeConfig) -> int:
         "ladder": ",".join(config.engine.ladder),
         "page_size": str(config.engine.page_size),
         "eviction": config.engine.eviction,
+        "kernels": IMPLEMENTATION,
     }
+    log.info("%s, %s, kernels: %s", config.model_name, info["dtype"], IMPLEMENTATION)
     EngineCollector(engine.snapshot, model_name=config.model_name, info=info, registry=registry)
     server = ServerConfig(
         model_name=config.model_name,

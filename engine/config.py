@@ -70,6 +70,8 @@ class EngineConfig:
         falling = all(a > b for a, b in pairwise(bits))
         check(self.ladder[0] in EXACT_CODECS, "ladder", f"to start with one of {EXACT_CODECS}")
         check(falling, "ladder", "each codec smaller than the one before")
+        quantized = all(codec not in EXACT_CODECS for codec in self.ladder[1:])
+        check(quantized, "ladder", f"only its first codec to be one of {EXACT_CODECS}")
         check(self.max_batch_ceiling >= 1, "max_batch_ceiling", ">= 1")
         check(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", ">= 2 or None")
         check(self.max_waiting >= 1, "max_waiting", ">= 1")

@@ -29,7 +29,7 @@ from kvpilot.engine.stats import Series, StatsRecorder, StatsSnapshot
 class Engine:
     """Schedule, run, commit. One thread adds requests and steps; knobs and snapshots are safe from any thread.
 
-    `quality_loss` is the measured mean KL (nats per token) of each codec against an exact cache.
+    `quality_loss` is the measured mean KL (nats per token) of each codec against an exact cache, where known.
     """
 
     def __init__(
@@ -44,6 +44,11 @@ class Engine:
         policy: EvictionPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        if policy is None and config.eviction not in POLICIES:
+            raise ConfigError(
+                f"eviction={config.eviction!r} is invalid: expected {' or '.join(POLICIES)} "
+                "(an order that knows the future exists in the simulator only)"
+            )
         self.config = config
         self.clock = clock
         self.pool = KVPool(shape=shape, ladder=config.ladder, pool_bytes=config.pool_bytes, storage=storage)
@@ -204,7 +209,8 @@ class Engine:
         }
         for level, codec in enumerate(pool.ladder):
             gauges["pool_capacity_tokens", (codec,)] = pool.capacity_pages(level) * self.config.page_size
-            gauges["kv_quality_loss", (codec,)] = self._quality_loss.get(codec, 0.0)
+            if level == 0 or codec in self._quality_loss:  # what was not measured is absent, not zero
+                gauges["kv_quality_loss", (codec,)] = self._quality_loss.get(codec, 0.0)
             for state in PageState:
                 num = pool.num_pages(state, level)
                 gauges["pages", (state.name.lower(), codec)] = num

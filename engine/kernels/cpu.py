@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvpilot.engine.errors import ConfigError
 from kvpilot.engine.kernels import torch_ops
 from kvpilot.engine.kernels.page_table import PageTable
 from kvpilot.engine.kernels.torch_ops import RopeTables, cache_basis
@@ -34,7 +35,10 @@ KINDS = {name: kind for kind, name in enumerate(BITS)}  # the order of `Kind` in
 
 def load_library() -> ModuleType | None:
     """The library for this CPU; None if none was built or `KVPILOT_KERNELS=torch`."""
-    if os.environ.get("KVPILOT_KERNELS") == "torch":
+    wanted = os.environ.get("KVPILOT_KERNELS", "")
+    if wanted not in ("", "torch"):
+        raise ConfigError(f"KVPILOT_KERNELS={wanted!r} is invalid: expected torch, or leave it unset")
+    if wanted == "torch":
         return None
     for name in LIBRARIES.get(torch.backends.cpu.get_cpu_capability(), ("_cpu_any",)):
         try:

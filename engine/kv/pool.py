@@ -75,9 +75,10 @@ class KVPool:
         # class l: payload of level l; class num_levels + l - 1: scales of level l >= 1
         self.slots = SlotAllocator(num_slots, slot_bytes, [*self.payload_bytes, *self.scale_bytes[1:]])
         if num_slots < 2 + 2 * self.last_level:
+            needed = 2 + 2 * self.last_level
             raise ConfigError(
-                f"pool_bytes={pool_bytes} is invalid: expected at least "
-                f"{(2 + 2 * self.last_level) * slot_bytes} ({2 + 2 * self.last_level} slots of {slot_bytes} bytes)"
+                f"pool_bytes={pool_bytes} is invalid: expected at least {needed * slot_bytes} for this model, "
+                f"{needed} pages of {shape.page_size} tokens ({slot_bytes} bytes each); or a smaller page_size"
             )
         self.counts = [[[0, 0] for _ in ladder] for _ in PageState]  # [state][level][is_sink]
         self.page_reads = [0] * len(ladder)  # pages that one decode step of all readers reads, by level

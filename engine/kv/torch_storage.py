@@ -84,5 +84,10 @@ def _allocate(num_bytes: int, device: torch.device) -> Tensor:
     which attention over many pages spends much of its time on address translation."""
     if device.type != "cpu":
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    padded = torch.from_numpy(np.empty(num_bytes + 63, dtype=np.uint8))
+    try:
+        padded = torch.from_numpy(np.empty(num_bytes + 63, dtype=np.uint8))
+    except (MemoryError, ValueError) as error:
+        raise ConfigError(
+            f"pool_bytes={num_bytes} cannot be allocated: expected less than this machine's free memory"
+        ) from error
     return padded[-padded.data_ptr() % 64 :][:num_bytes]

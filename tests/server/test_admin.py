@@ -57,7 +57,8 @@ def test_lowering_max_batch_is_deferred_until_drained(server, wait_until):
 def test_stale_revision(server):
     response = server.admin.patch("/admin/knobs", json={"knobs": {"kv_level": 1}, "expected_revision": 7})
     assert response.status_code == 409
-    assert response.json() == {"error": "stale", "expected": 7, "current": 1}
+    message = "expected_revision=7 is stale: the current revision is 1"
+    assert response.json() == {"error": "stale", "expected": 7, "current": 1, "message": message}
     assert server.admin.get("/admin/knobs").json()["knobs"]["kv_level"] == 0
 
 
@@ -133,7 +134,9 @@ def test_of_two_racing_clients_one_wins_each_revision(server):
                 assert response.json()["revision"] == revision + 1
                 wins.append((revision, offset))
             else:
-                assert response.json() == {"error": "stale", "expected": revision, "current": revision + 1}
+                assert response.status_code == 409
+                answer = response.json()
+                assert (answer["expected"], answer["current"]) == (revision, revision + 1)
             barrier.wait()
 
     threads = [threading.Thread(target=client, args=(offset,)) for offset in (0, 1)]

@@ -69,7 +69,7 @@ def test_json_that_is_no_object(server, body):
         ("top_p", 1.1),
         ("top_k", -1),
         ("top_k", 10**30),
-        ("seed", -1),
+        ("seed", -(2**63) - 1),
         ("seed", 2**63),
         ("stop", ""),
         ("stop", [""]),
