@@ -8,6 +8,7 @@ made on this machine. The model's replies are replaced by the chats' own, so tha
 both. Nothing else may run meanwhile, and nothing did when the profile was made.
 """
 
+# pyright: reportMissingImports=false
 import argparse
 import json
 import time
