@@ -31,7 +31,7 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ThresholdConfig:
-    """Two regimes. Round numbers, not tuned on anything."""
+    """Two regimes. Round numbers, set by hand: pressure_ttl_seconds and calm_size_factor after a run of the demo."""
 
     pressure_oldest_seconds: float = 2.0  # the oldest waiting request waits longer than this, or
     pressure_mean_seconds: float = 1.0  # the queue's mean age is above this, or
