@@ -66,7 +66,6 @@ class Engine:
         self._runner = runner
         self._quality_loss = dict(quality_loss or {})
         self._requests: dict[str, Request] = {}
-        self._reserve_slots = ceil(config.reserve_fraction * self.pool.num_slots)
         self.is_reclaiming = False  # the next step has work for the background reclaimer
         self._step_seconds = 0.1  # moving average, for Retry-After
 
@@ -151,7 +150,7 @@ class Engine:
         batch = self.scheduler.schedule(start)
         if not batch:
             return []
-        self.is_reclaiming = self.cache.reclaim_in_background(self._reserve_slots, start)
+        self.is_reclaiming = self.cache.reclaim_in_background(self.scheduler.reserve_slots, start)
         sampled, repeats = self._run(batch, start)
         now = self.clock()
         outputs = self.scheduler.commit(batch, sampled, now, repeats)

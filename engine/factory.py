@@ -19,7 +19,7 @@ def build_engine(
 ) -> Engine:
     """An engine on the model's device. Raises ConfigError if the envelope does not fit the model or the device.
 
-    `model_name` looks up the measured quality loss of each codec; for an unknown model it is reported as 0.
+    `model_name` looks up the measured quality loss of each codec; for an unknown model it is absent.
     """
     shape = PageShape(
         num_layers=model.config.num_layers,

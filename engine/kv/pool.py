@@ -104,8 +104,7 @@ class KVPool:
     @property
     def available_slots(self) -> int:
         """Full-precision pages that could be allocated now (negative while conversions use the reserve)."""
-        holes = self.slots.num_classes_with_hole
-        return len(self.slots.free_slots) + holes - (holes > 0) - self._num_quantized_classes
+        return self.slots.num_free - self.reserved_slots
 
     def slots_for(self, pages_by_level: list[int]) -> int:
         """Slots that such pages take when compacted, conversion reserve included."""

@@ -1,16 +1,15 @@
 """Archives of agentic coding sessions: one JSON file per session, sub-agents nested, block ids local to a session."""
 
-import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from kvpilot.env.traces.builder import TraceBuilder
 from kvpilot.env.traces.source import (
-    DAMAGED,
     BadRecord,
     Source,
+    archive_members,
     block_list,
     integer,
     number,
@@ -35,7 +34,7 @@ def read_agentic(
     builder = TraceBuilder(source)
     num_ids = num_sessions = 0
     bounds: list[tuple[int, int]] = []  # rows of each session
-    for name, text in _members(source):
+    for name, text in archive_members(source, "", ".json"):
         first_row = len(builder)
         try:
             num_ids += _add_session(builder, name, parse_object(text), num_sessions, num_ids)
@@ -52,24 +51,6 @@ def read_agentic(
     for (first, stop), start in zip(bounds, starts, strict=True):
         builder.shift(first, stop, float(start))
     return builder.build(file_format="agentic", sessions_per_second=sessions_per_second, seed=seed)
-
-
-def _members(source: Source) -> Iterator[tuple[str, bytes]]:
-    """Names and contents of the sessions of an archive, or of a single session."""
-    try:
-        with source.open() as stream:
-            is_archive = stream.read(512)[257:262] == b"ustar"
-        with source.open() as stream:
-            if not is_archive:
-                yield source.path.name, stream.read()
-                return
-            with tarfile.open(fileobj=stream, mode="r|") as archive:
-                for member in archive:
-                    content = archive.extractfile(member) if member.name.endswith(".json") else None
-                    if content is not None:
-                        yield member.name, content.read()
-    except (*DAMAGED, tarfile.TarError) as error:
-        source.reject("archive", f"truncated or damaged ({error})")
 
 
 def _add_session(

@@ -1,14 +1,12 @@
 """ServeGen's series: arrival rates and length distributions per client, and traffic generated from them."""
 
-import tarfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from kvpilot.env.traces.source import DAMAGED, BadRecord, Source, parse_object, shorten
+from kvpilot.env.traces.source import BadRecord, Source, archive_members, parse_object, shorten
 from kvpilot.env.traces.trace import Floats, Ints, Trace, TraceError, offsets_of
 
 RATE_FIELDS = ("start", "rate", "cv", "family", "parameter_1", "parameter_2")
@@ -83,7 +81,7 @@ def read_rate_curve(path: Path | str, client: str = "", *, skip_bad: bool = Fals
     """The summed rates of all clients whose name in the archive starts with `client`, e.g. "language/m-large"."""
     source = Source(Path(path), skip_bad=skip_bad)
     total: dict[float, float] = {}
-    for name, content in _members(source, client, ".csv"):
+    for name, content in archive_members(source, client, ".csv"):
         for line, text in enumerate(content.decode("utf-8", "replace").splitlines(), 1):
             try:
                 start, rate = _rate_row(text)
@@ -120,7 +118,7 @@ def read_length_series(
     """Length distributions by window, the mean over the clients whose name starts with `client`."""
     source = Source(Path(path), skip_bad=skip_bad)
     pools: dict[float, tuple[dict[int, float], dict[int, float]]] = {}
-    for name, content in _members(source, client, ".json"):
+    for name, content in archive_members(source, client, ".json"):
         try:
             windows = parse_object(content)
         except BadRecord as problem:
@@ -165,25 +163,6 @@ def _window(start: float, prompt: dict[int, float], output: dict[int, float]) ->
         return values, mass / mass.sum()
 
     return LengthWindow(start, *sides(prompt), *sides(output))
-
-
-def _members(source: Source, prefix: str, suffix: str) -> Iterator[tuple[str, bytes]]:
-    """Files of an archive by name, or the one file that it is."""
-    try:
-        with source.open() as stream:
-            is_archive = stream.read(512)[257:262] == b"ustar"
-        with source.open() as stream:
-            if not is_archive:
-                yield source.path.name, stream.read()
-                return
-            with tarfile.open(fileobj=stream, mode="r|") as archive:
-                for member in archive:
-                    if member.name.startswith(prefix) and member.name.endswith(suffix):
-                        content = archive.extractfile(member)
-                        if content is not None:
-                            yield member.name, content.read()
-    except (*DAMAGED, tarfile.TarError) as error:
-        source.reject("archive", f"truncated or damaged ({error})")
 
 
 # ---------------------------------------------------------------------- traffic

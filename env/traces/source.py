@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import lzma
+import tarfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -122,3 +123,22 @@ def _present(record: dict[str, Any], name: str) -> Any:
 def shorten(value: object, limit: int = 60) -> str:
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def archive_members(source: Source, prefix: str, suffix: str) -> Iterator[tuple[str, bytes]]:
+    """Files of an archive by name, or the one file that it is."""
+    try:
+        with source.open() as stream:
+            is_archive = stream.read(512)[257:262] == b"ustar"
+        with source.open() as stream:
+            if not is_archive:
+                yield source.path.name, stream.read()
+                return
+            with tarfile.open(fileobj=stream, mode="r|") as archive:
+                for member in archive:
+                    if member.name.startswith(prefix) and member.name.endswith(suffix):
+                        content = archive.extractfile(member)
+                        if content is not None:
+                            yield member.name, content.read()
+    except (*DAMAGED, tarfile.TarError) as error:
+        source.reject("archive", f"truncated or damaged ({error})")
