@@ -17,10 +17,10 @@ from kvpilot.agent import guard
 from kvpilot.agent.audit import AuditError, AuditLog
 from kvpilot.agent.client import EngineUnavailableError, KnobState, PatchResult, UnauthorizedError
 from kvpilot.agent.guard import GuardLimits, Reason, Refusal, Verdict
-from kvpilot.agent.observation import Observation, observe
-from kvpilot.agent.policy import Policy
 from kvpilot.engine.errors import KnobInvalidError, KnobStaleError
 from kvpilot.engine.stats import StatsSnapshot, StatsWindow
+from kvpilot.env.observation import Observation, observe
+from kvpilot.env.policy import Policy
 
 log = logging.getLogger("kvpilot.agent")
 

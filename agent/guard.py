@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvpilot.agent.observation import REQUIRED, Observation
 from kvpilot.engine.config import KnobBounds
+from kvpilot.env.observation import REQUIRED, Observation
 
 
 class Reason(StrEnum):

@@ -1,32 +1,11 @@
-"""What to set the knobs to. A policy only wishes: the guard decides what becomes of it."""
+"""The threshold policy: two regimes, two sets of knobs. It only wishes: the guard decides what becomes of it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
-from kvpilot.agent.observation import Observation
 from kvpilot.engine.config import KnobBounds
-
-KnobValues = Mapping[str, float]
-
-
-class Proposal(NamedTuple):
-    """Wanted knob values (a subset; empty is "leave everything") and why, in words for the audit log."""
-
-    knobs: Mapping[str, object]
-    reason: str
-
-
-class Policy(Protocol):
-    """Called once per decision, in order. May keep state; must not block or do I/O."""
-
-    name: str
-
-    def propose(
-        self, observation: Observation, knobs: KnobValues, bounds: Mapping[str, KnobBounds]
-    ) -> Proposal:
-        """`observation` has every REQUIRED signal, finite. `knobs` are the requested values."""
-        ...
+from kvpilot.env.observation import Observation
+from kvpilot.env.policy import KnobValues, Proposal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +34,9 @@ class ThresholdPolicy:
 
     def __init__(self, config: ThresholdConfig | None = None) -> None:
         self.config = config or ThresholdConfig()
+        self.reset()
+
+    def reset(self) -> None:
         self.under_pressure = False
         self._calm_in_a_row = 0
 

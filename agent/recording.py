@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from kvpilot.agent.controller import Decision
 from kvpilot.agent.load import TurnResult
-from kvpilot.agent.observation import observe
 from kvpilot.agent.traffic import Phase
 from kvpilot.engine.config import KNOB_NAMES
 from kvpilot.engine.stats import StatsSnapshot, StatsWindow
+from kvpilot.env.observation import observe
 
 
 @dataclass(kw_only=True)

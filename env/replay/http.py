@@ -13,10 +13,11 @@ import httpx
 
 from kvpilot.engine.errors import ConfigError, KVPilotError
 from kvpilot.engine.stats import StatsSnapshot
-from kvpilot.env.replay.result import CUT_OFF, DONE, FAILED, REFUSED, REQUEST_COLUMNS, ReplayResult, Slo
+from kvpilot.env.replay.result import CUT_OFF, DONE, FAILED, REFUSED, REQUEST_COLUMNS, ReplayResult
 from kvpilot.env.replay.summary import summarize
 from kvpilot.env.replay.synthetic import SyntheticText
 from kvpilot.env.replay.windows import window_columns
+from kvpilot.env.slo import Slo
 from kvpilot.env.traces.trace import Trace
 from kvpilot.exporter.scrape import ScrapeError, Scraper
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpilot.engine.errors import ConfigError, KVPilotError
+from kvpilot.env.slo import Slo
 
 FORM = 1  # rises when a reader of older files would misread newer ones
 
@@ -30,19 +31,6 @@ REQUEST_COLUMNS = (
 
 class ReplayFormError(KVPilotError, ValueError):
     """A file is not a replay's result; the message names file and field."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slo:
-    """A request is good if it ends in time: first token and mean gap between tokens."""
-
-    ttft_seconds: float = 5.0
-    inter_token_seconds: float = 0.1
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not value > 0:
-                raise ConfigError(f"slo {name}={value!r} is invalid: expected a number > 0")
 
 
 @dataclass(frozen=True, kw_only=True)

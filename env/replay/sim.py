@@ -11,13 +11,14 @@ from kvpilot.engine.errors import ConfigError
 from kvpilot.engine.kv.quality import quality_loss
 from kvpilot.engine.request import FinishReason, Request
 from kvpilot.engine.stats import StatsSnapshot
-from kvpilot.env.replay.result import CUT_OFF, DONE, FAILED, REFUSED, REQUEST_COLUMNS, ReplayResult, Slo
+from kvpilot.env.replay.result import CUT_OFF, DONE, FAILED, REFUSED, REQUEST_COLUMNS, ReplayResult
 from kvpilot.env.replay.summary import summarize
 from kvpilot.env.replay.windows import window_columns
 from kvpilot.env.simulator.belady import BeladyPolicy
 from kvpilot.env.simulator.closed_loop import ClosedLoopSimulation
 from kvpilot.env.simulator.latency import LatencyProfile, ProfiledModel
 from kvpilot.env.simulator.simulation import Simulation
+from kvpilot.env.slo import Slo
 from kvpilot.env.traces.trace import Trace
 
 

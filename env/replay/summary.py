@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from kvpilot.env.replay.result import DONE, Slo
+from kvpilot.env.replay.result import DONE
+from kvpilot.env.slo import Slo
 
 PERCENTILES = (50, 90, 99)
 

@@ -14,8 +14,8 @@ from kvpilot.agent.guard import (
     default_steps,
     intervals,
 )
-from kvpilot.agent.observation import REQUIRED, Observation
 from kvpilot.engine.config import EngineConfig, knob_bounds
+from kvpilot.env.observation import REQUIRED, Observation
 
 BOUNDS = knob_bounds(EngineConfig())
 KNOBS = {"ttl_seconds": 0.0, "size_factor": 0.0, "max_batch": 16, "kv_level": 0}

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from kvpilot.agent.client import EngineUnavailableError, KnobState, PatchResult, UnauthorizedError
 from kvpilot.agent.controller import Controller, Mode
 from kvpilot.agent.guard import GuardLimits, default_steps, intervals
-from kvpilot.agent.observation import REQUIRED
-from kvpilot.agent.policy import Proposal
 from kvpilot.engine.config import EngineConfig, Knobs, knob_bounds, validate_knobs
 from kvpilot.engine.errors import KnobStaleError
 from kvpilot.engine.stats import StatsSnapshot
+from kvpilot.env.observation import REQUIRED
+from kvpilot.env.policy import Proposal
 
 CONFIG = EngineConfig()
 BOUNDS = knob_bounds(CONFIG)

@@ -1,9 +1,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot.agent.observation import Observation
 from kvpilot.agent.policy import ThresholdPolicy
 from kvpilot.engine.config import EngineConfig, Knobs, knob_bounds
+from kvpilot.env.observation import Observation
 
 BOUNDS = knob_bounds(EngineConfig())
 

@@ -1,9 +1,10 @@
-"""What the loop sees of one window: a few numbers with units, None where nothing was measured."""
+"""What a policy sees of one window, live or simulated: numbers with units, None where nothing was measured."""
 
 import math
 from dataclasses import dataclass, field
 
-from kvpilot.engine.stats import StatsWindow
+from kvpilot.engine.stats import Histogram, StatsWindow
+from kvpilot.env.slo import Slo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,19 @@ class Observation:
     retained_share: float | None = None  # share held by protected idle pages
     free_share: float | None = None  # share in free slots
     preemptions: float | None = None  # in the window
+    arrivals_per_second: float | None = None  # requests received or refused
+    prompt_tokens_per_second: float | None = None  # of the requests admitted
     rejected: float | None = None  # requests refused in the window
+    forced_admissions: float | None = None  # of starving requests, in the window
+    released_per_second: float | None = (
+        None  # cached pages dropped because memory was needed, protected or not
+    )
+    retained_released_per_second: float | None = None  # those of them that were protected
+    stepped_down_per_second: float | None = None  # pages re-encoded to a lower precision
+    slo_violation_share: float | None = (
+        None  # larger of: first tokens later than the SLO, gaps longer than it
+    )
+    quality_loss: float | None = None  # mean KL in nats per token over the pages that decode steps read
     hit_rate: float | None = None  # share of prompt tokens found in the prefix cache
     tokens_per_second: float | None = None  # generated
     ttft_p50_seconds: float | None = None
@@ -51,8 +64,9 @@ REQUIRED = (
 )
 
 
-def observe(window: StatsWindow) -> Observation:
+def observe(window: StatsWindow, slo: Slo | None = None) -> Observation:
     """The window's numbers; a gauge that the engine does not export becomes None."""
+    slo = slo or Slo()
     pool_bytes = _gauge(window, "pool_bytes")
     free_bytes = _gauge(window, "pool_free_bytes")
 
@@ -74,7 +88,15 @@ def observe(window: StatsWindow) -> Observation:
         retained_share=share(by_state.get("retained", 0.0)),
         free_share=share(free_bytes),
         preemptions=window.total("preemptions"),
+        arrivals_per_second=_finite(window.rate("requests_received") + window.rate("requests_rejected")),
+        prompt_tokens_per_second=_finite(window.rate("prompt_tokens")),
         rejected=window.total("requests_rejected"),
+        forced_admissions=window.total("admissions_forced"),
+        released_per_second=_finite(window.rate("pages_released")),
+        retained_released_per_second=_finite(window.rate("retained_taken")),
+        stepped_down_per_second=_finite(window.rate("pages_stepped_down")),
+        slo_violation_share=_violation_share(window, slo),
+        quality_loss=_quality_loss(window),
         hit_rate=_finite(window.hit_rate),
         tokens_per_second=_finite(window.rate("generation_tokens")),
         ttft_p50_seconds=_quantile(window, "time_to_first_token_seconds", 0.5),
@@ -98,6 +120,50 @@ def _page_bytes(window: StatsWindow) -> tuple[dict[str, float], dict[str, float]
             by_state[labels[0]] = by_state.get(labels[0], 0.0) + num_bytes
             by_level[labels[1]] = by_level.get(labels[1], 0.0) + num_bytes
     return by_state, by_level
+
+
+def _violation_share(window: StatsWindow, slo: Slo) -> float | None:
+    """Over what ended its first token or its gap in this window; None if nothing did."""
+    limits = {
+        "time_to_first_token_seconds": slo.ttft_seconds,
+        "inter_token_seconds": slo.inter_token_seconds,
+    }
+    shares = [
+        share_above(window.histogram(name), limit)
+        for name, limit in limits.items()
+        if name in window.end.histograms and name in window.start.histograms
+    ]
+    return max((share for share in shares if share is not None), default=None)
+
+
+def share_above(histogram: Histogram, limit: float) -> float | None:
+    """Share of observations above `limit`, interpolated within its bucket as quantiles are; None if empty."""
+    total = histogram.total
+    if total <= 0:
+        return None
+    below, low = 0.0, 0.0
+    for bound, count in zip(histogram.bounds, histogram.counts, strict=False):
+        if bound >= limit:
+            below += count * (limit - low) / (bound - low)
+            return min(max(1 - below / total, 0.0), 1.0)
+        below, low = below + count, bound
+    return histogram.counts[-1] / total
+
+
+def _quality_loss(window: StatsWindow) -> float | None:
+    """0 where nothing was read; None where a codec that was read has no measured loss."""
+    loss, reads = 0.0, 0.0
+    for name, labels in window.end.values:
+        if name != "pages_read":
+            continue
+        read = window.delta(name, *labels)
+        if read <= 0:
+            continue
+        per_token = window.end.values.get(("kv_quality_loss", labels))
+        if per_token is None:
+            return None
+        loss, reads = loss + read * per_token, reads + read
+    return loss / reads if reads else 0.0
 
 
 def _quantile(window: StatsWindow, name: str, q: float) -> float | None:

@@ -1,0 +1,18 @@
+"""What a good answer is: the service level objective (SLO) of a request."""
+
+from dataclasses import dataclass
+
+from kvpilot.engine.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slo:
+    """A request is good if it ends in time: first token and mean gap between tokens."""
+
+    ttft_seconds: float = 5.0
+    inter_token_seconds: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise ConfigError(f"slo {name}={value!r} is invalid: expected a number > 0")
