@@ -1,0 +1,89 @@
+"""Where a control loop gets its windows from: one interface over direct scrapes and a Prometheus server."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from kvpilot.engine.errors import ConfigError, KVPilotError
+from kvpilot.engine.stats import StatsSnapshot, StatsWindow
+
+
+class SourceError(KVPilotError):
+    """No window can be had: nobody answers, a metric is missing, or the samples are too old. Hold."""
+
+
+class NoHistoryError(SourceError):
+    """Too little has been seen for a window of this length: nothing is wrong, ask again later."""
+
+
+class Source(Protocol):
+    """Windows of one engine. The same traffic gives the same window whichever source it comes from."""
+
+    def window(self, seconds: float) -> StatsWindow:
+        """About the last `seconds`, both ends at samples that were really taken.
+
+        `window.seconds` is the true length, at least half of what was asked for. A restart of the engine
+        is never hidden: `window.is_reset()` is true. Raises NoHistoryError (ask again later) and SourceError
+        (hold); never waits longer than the source's timeout.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class ScrapeSource:
+    """Windows between scrapes that it makes itself: one per call, so call it at least every `seconds`.
+
+    `scrape` gives the engine's statistics now (`Scraper.snapshot`); what it raises is raised as SourceError
+    if it is a KVPilotError. Snapshots are kept for `keep_seconds` of the engine's clock.
+    """
+
+    def __init__(
+        self,
+        scrape: Callable[[], StatsSnapshot],
+        *,
+        keep_seconds: float = 900.0,
+        close: Callable[[], None] | None = None,
+    ) -> None:
+        if not keep_seconds > 0:
+            raise ConfigError(f"keep_seconds={keep_seconds!r} is invalid: expected a number > 0")
+        self._scrape, self._keep_seconds, self._close = scrape, keep_seconds, close
+        self._snapshots: deque[StatsSnapshot] = deque()
+
+    def window(self, seconds: float) -> StatsWindow:
+        if not 0 < seconds <= self._keep_seconds:
+            raise ConfigError(
+                f"seconds={seconds!r} is invalid: expected a number in (0, {self._keep_seconds:g}]"
+            )
+        end = self._newest()
+        previous = self._snapshots[-1] if self._snapshots else None
+        if previous is not None and StatsWindow(start=previous, end=end).is_reset():
+            self._snapshots = deque([end])
+            return StatsWindow(start=previous, end=end)
+        start = nearest_start(self._snapshots, end.time, seconds)
+        self._snapshots.append(end)
+        while end.time - self._snapshots[0].time > self._keep_seconds:
+            self._snapshots.popleft()
+        if start is None:
+            raise NoHistoryError(
+                f"no scrape is {seconds / 2:g} s old yet: a window of {seconds:g} s needs one"
+            )
+        return StatsWindow(start=start, end=end)
+
+    def close(self) -> None:
+        if self._close is not None:
+            self._close()
+
+    def _newest(self) -> StatsSnapshot:
+        try:
+            return self._scrape()
+        except SourceError:
+            raise
+        except KVPilotError as error:
+            raise SourceError(str(error)) from error
+
+
+def nearest_start(snapshots: "deque[StatsSnapshot]", end_time: float, seconds: float) -> StatsSnapshot | None:
+    """The one whose age is nearest to `seconds`; None if all are younger than half of that."""
+    old = [snapshot for snapshot in snapshots if end_time - snapshot.time >= seconds / 2]
+    return min(old, key=lambda snapshot: abs(end_time - snapshot.time - seconds), default=None)
