@@ -207,7 +207,13 @@ def run(
     mode: Annotated[
         Mode, Option(help="off: observe; advisory: say what would be done; auto: do it.")
     ] = Mode.ADVISORY,
-    policy: Annotated[str, Option(help="What proposes changes: threshold.")] = "threshold",
+    policy: Annotated[
+        str,
+        Option(
+            help="What proposes changes: threshold, hill-climb, bandit, static:FILE or hysteresis:FILE (of "
+            "`autotune tune`), or the folder of a trained policy."
+        ),
+    ] = "threshold",
     interval: Annotated[float, Option(help="Seconds between two observations.")] = 10.0,
     decide_every: Annotated[int, Option(help="Observations per decision.")] = 3,
     min_change_seconds: Annotated[float, Option(help="Shortest time between two changes of a knob.")] = 30.0,

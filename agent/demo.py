@@ -22,7 +22,7 @@ from kvpilot.agent.guard import GuardLimits, intervals
 from kvpilot.agent.launch import LaunchError, ServerProcess, launched
 from kvpilot.agent.live import LiveTable
 from kvpilot.agent.load import LoadRun
-from kvpilot.agent.policy import ThresholdPolicy
+from kvpilot.agent.policies.threshold import ThresholdPolicy
 from kvpilot.agent.recording import Recording
 from kvpilot.agent.report import write_report
 from kvpilot.agent.traffic import PHASES, Session, make_sessions

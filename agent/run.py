@@ -10,7 +10,7 @@ from kvpilot.agent.audit import AuditLog
 from kvpilot.agent.client import EngineClient, read_token
 from kvpilot.agent.controller import Controller, Mode
 from kvpilot.agent.guard import GuardLimits, intervals
-from kvpilot.agent.policy import POLICIES
+from kvpilot.agent.policies import load_policy
 from kvpilot.engine.errors import ConfigError
 
 log = logging.getLogger("kvpilot.agent")
@@ -34,7 +34,6 @@ class RunConfig:
             if not ok:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is invalid: expected {bounds}")
 
-        check(self.policy in POLICIES, "policy", f"one of {', '.join(POLICIES)}")
         check(0.1 <= self.interval_seconds <= 3600, "interval_seconds", "a number in [0.1, 3600]")
         check(1 <= self.decide_every <= 100, "decide_every", "an integer in [1, 100]")
         check(self.min_change_seconds >= 0, "min_change_seconds", ">= 0")
@@ -57,6 +56,7 @@ def run_loop(config: RunConfig) -> int:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
+    policy = load_policy(config.policy)
     client = EngineClient(
         url=config.url,
         admin_url=config.admin_url,
@@ -67,7 +67,7 @@ def run_loop(config: RunConfig) -> int:
     audit.check()
     controller = Controller(
         engine=client,
-        policy=POLICIES[config.policy](),
+        policy=policy,
         audit=audit,
         mode=config.mode,
         limits=config.limits,

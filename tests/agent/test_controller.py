@@ -10,8 +10,9 @@ from kvpilot.agent.audit import AuditLog
 from kvpilot.agent.client import EngineClient
 from kvpilot.agent.controller import Controller, Mode, Outcome
 from kvpilot.agent.guard import GuardLimits, Reason, intervals
-from kvpilot.agent.policy import Proposal, ThresholdPolicy
+from kvpilot.agent.policies.threshold import ThresholdPolicy
 from kvpilot.engine.stats import StatsRecorder
+from kvpilot.env.policy import Proposal
 
 
 class Wish:

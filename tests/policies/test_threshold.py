@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot.agent.policy import ThresholdPolicy
+from kvpilot.agent.policies.threshold import ThresholdPolicy
 from kvpilot.engine.config import EngineConfig, Knobs, knob_bounds
 from kvpilot.env.observation import Observation
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvpilot.agent.policies.changes import only_changed
 from kvpilot.engine.config import KnobBounds
 from kvpilot.env.observation import Observation
 from kvpilot.env.policy import KnobValues, Proposal
@@ -47,7 +48,7 @@ class ThresholdPolicy:
         config = self.config
         if not self.under_pressure:
             calm = {"ttl_seconds": config.calm_ttl_seconds, "size_factor": config.calm_size_factor}
-            return Proposal(_changed({"kv_level": 0, **calm}, knobs), f"calm: {why}")
+            return Proposal(only_changed({"kv_level": 0, **calm}, knobs), f"calm: {why}")
         wanted: dict[str, float] = {
             "kv_level": bounds["kv_level"].high,
             "ttl_seconds": config.pressure_ttl_seconds,
@@ -55,7 +56,7 @@ class ThresholdPolicy:
         }
         batch, batch_why = self._fit_batch(observation, knobs["max_batch"], bounds["max_batch"])
         wanted["max_batch"] = batch
-        return Proposal(_changed(wanted, knobs), f"pressure: {why}{batch_why}")
+        return Proposal(only_changed(wanted, knobs), f"pressure: {why}{batch_why}")
 
     def _update_regime(self, observation: Observation) -> str:
         """Enters pressure at once, leaves it after `calm_decisions`; returns the signal in words."""
@@ -94,13 +95,6 @@ class ThresholdPolicy:
         if observation.waiting and full and not crowded:
             return min(limit.high, max(batch + 1, int(batch * self.config.batch_growth))), "; larger batch"
         return batch, ""
-
-
-POLICIES = {ThresholdPolicy.name: ThresholdPolicy}
-
-
-def _changed(wanted: Mapping[str, float], knobs: KnobValues) -> dict[str, float]:
-    return {name: value for name, value in wanted.items() if knobs.get(name) != value}
 
 
 def _number(value: float | None) -> float:
