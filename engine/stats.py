@@ -186,6 +186,7 @@ class StatsWindow:
 
     start: StatsSnapshot
     end: StatsSnapshot
+    restarted: bool = False  # the reader saw a reset in between that the counters have caught up with since
 
     @property
     def seconds(self) -> float:
@@ -193,7 +194,7 @@ class StatsWindow:
 
     def is_reset(self) -> bool:
         """A counter went down: the engine restarted in between, the window means nothing."""
-        return any(
+        return self.restarted or any(
             value < self.start.values.get(series, 0.0)
             for series, value in self.end.values.items()
             if METRICS[series[0]].kind == "counter"

@@ -56,7 +56,14 @@ def parse_metrics(text: str, *, time: float | None = None) -> StatsSnapshot:
     `time` in seconds replaces the engine's clock by the reader's.
     ScrapeError names the metric that is missing, is of another kind, or has NaN or impossible values.
     """
-    families = _families(text)
+    return snapshot_of(_families(text), time=time)
+
+
+Families = dict[str, tuple[str, list[Sample]]]  # kind and samples, by name without prefix
+
+
+def snapshot_of(families: Families, *, time: float | None = None) -> StatsSnapshot:
+    """As `parse_metrics`, from samples that carry the labels of METRICS (and may carry the model's name)."""
     values: dict[Series, float] = {}
     histograms: dict[str, Histogram] = {}
     for name, metric in METRICS.items():
@@ -67,7 +74,10 @@ def parse_metrics(text: str, *, time: float | None = None) -> StatsSnapshot:
         if not metric.labels and len(samples) != 1:
             raise ScrapeError(f"{PREFIX}{name}: {len(samples)} values, expected 1")
         for sample in samples:
-            values[name, _labels(name, sample)] = _finite(name, sample)
+            series = name, _labels(name, sample)
+            if series in values:
+                raise ScrapeError(f"{PREFIX}{name}: two values with the labels {series[1]}, expected 1")
+            values[series] = _finite(name, sample)
     time_samples = _samples_of(families, TIME_METRIC, "gauge")
     if len(time_samples) != 1:
         raise ScrapeError(f"{PREFIX}{TIME_METRIC}: {len(time_samples)} values, expected 1")
@@ -75,8 +85,7 @@ def parse_metrics(text: str, *, time: float | None = None) -> StatsSnapshot:
     return StatsSnapshot(time=engine_time if time is None else time, values=values, histograms=histograms)
 
 
-def _families(text: str) -> dict[str, tuple[str, list[Sample]]]:
-    """Kind and samples of our families, by name without prefix."""
+def _families(text: str) -> Families:
     if not text.endswith("\n"):
         raise ScrapeError("the metrics are truncated: the last line has no end")
     try:
@@ -87,7 +96,7 @@ def _families(text: str) -> dict[str, tuple[str, list[Sample]]]:
     return {family.name.removeprefix(PREFIX): (family.type, family.samples) for family in ours}
 
 
-def _samples_of(families: dict[str, tuple[str, list[Sample]]], name: str, kind: str) -> list[Sample]:
+def _samples_of(families: Families, name: str, kind: str) -> list[Sample]:
     if name not in families:
         raise ScrapeError(f"{PREFIX}{name}: missing; is this a kvpilot engine of another version?")
     found, samples = families[name]

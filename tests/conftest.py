@@ -1,0 +1,140 @@
+"""Real Prometheus servers for the tests that need one (`.ci/install-prometheus`)."""
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+PROGRAMS = ("prometheus", "promtool", "prometheus-alertmanager")
+Probe = Callable[[], Any]
+
+
+def wait_until(probe: Probe, *, seconds: float = 30.0, what: str = "") -> Any:
+    """The first true result of `probe`; fails the test if there is none in time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        found = probe()
+        if found:
+            return found
+        time.sleep(0.1)
+    raise AssertionError(f"not within {seconds:g} s: {what or probe}")
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+@dataclass(kw_only=True)
+class Prometheus:
+    """A running server and what a test asks it."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log_path: Path
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        answer = httpx.get(f"{self.url}/api/v1/query", params={"query": expression}, trust_env=False)
+        assert answer.status_code == 200, f"{expression}: {answer.text}"
+        return answer.json()["data"]["result"]
+
+    def alerts(self) -> dict[str, str]:
+        """Active alerts and their state (pending, firing)."""
+        answer = httpx.get(f"{self.url}/api/v1/alerts", trust_env=False).json()
+        return {alert["labels"]["alertname"]: alert["state"] for alert in answer["data"]["alerts"]}
+
+
+@pytest.fixture(scope="session")
+def prometheus_programs() -> dict[str, str]:
+    """Paths of the programs, by name."""
+    found = {name: path for name in PROGRAMS if (path := shutil.which(name))}
+    missing = [name for name in PROGRAMS if name not in found]
+    if missing:
+        message = f"{', '.join(missing)} not found: run .ci/install-prometheus"
+        if os.environ.get("KVPILOT_REQUIRE_PROMETHEUS") == "1":
+            pytest.fail(message)
+        pytest.skip(message)
+    return found
+
+
+@pytest.fixture(scope="module")
+def start_prometheus(
+    prometheus_programs: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Prometheus]]:
+    """start(targets={job: [(host:port, labels)]}, interval="1s", rule_files=(), alertmanager=None)."""
+    started: list[Prometheus] = []
+
+    def start(
+        *,
+        targets: Mapping[str, list[tuple[str, dict[str, str]]]],
+        interval: str = "1s",
+        rule_files: tuple[Path, ...] = (),
+        alertmanager: str | None = None,
+    ) -> Prometheus:
+        directory = tmp_path_factory.mktemp("prometheus")
+        config: dict[str, Any] = {
+            "global": {
+                "scrape_interval": interval,
+                "scrape_timeout": interval,
+                "evaluation_interval": interval,
+            },
+            "rule_files": [str(path) for path in rule_files],
+            "scrape_configs": [
+                {
+                    "job_name": job,
+                    "static_configs": [{"targets": [address], "labels": labels} for address, labels in some],
+                }
+                for job, some in targets.items()
+            ],
+        }
+        if alertmanager is not None:
+            config["alerting"] = {"alertmanagers": [{"static_configs": [{"targets": [alertmanager]}]}]}
+        path = directory / "prometheus.yml"
+        path.write_text(yaml.safe_dump(config), encoding="utf-8")
+        address = f"127.0.0.1:{free_port()}"
+        command = [
+            prometheus_programs["prometheus"],
+            f"--config.file={path}",
+            f"--storage.tsdb.path={directory / 'data'}",
+            f"--web.listen-address={address}",
+        ]
+        log_path = directory / "prometheus.log"
+        with log_path.open("wb") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        server = Prometheus(url=f"http://{address}", process=process, log_path=log_path)
+        started.append(server)
+        wait_until(lambda: _ready(server), what=f"Prometheus is ready, see {log_path}")
+        return server
+
+    yield start
+    for server in started:
+        server.process.terminate()
+        server.process.wait(10)
+
+
+def _ready(server: Prometheus) -> bool:
+    assert server.process.poll() is None, server.log_path.read_text(encoding="utf-8")[-2000:]
+    try:
+        return httpx.get(f"{server.url}/-/ready", trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+@pytest.fixture(name="wait_until", scope="session")
+def _wait_until() -> Callable[..., Any]:
+    return wait_until
+
+
+@pytest.fixture(name="free_port", scope="session")
+def _free_port() -> Callable[[], int]:
+    return free_port
