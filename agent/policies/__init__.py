@@ -3,13 +3,17 @@
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from kvpilot.agent.policies.bandit import BanditPolicy
+from kvpilot.agent.policies.default import DefaultPolicy
+from kvpilot.agent.policies.hill_climb import HillClimbPolicy
+from kvpilot.agent.policies.hysteresis import HysteresisPolicy
+from kvpilot.agent.policies.random import RandomPolicy
+from kvpilot.agent.policies.static import StaticPolicy
+from kvpilot.agent.policies.threshold import ThresholdPolicy
+from kvpilot.engine.config import KNOB_NAMES
 from kvpilot.engine.errors import ConfigError
 from kvpilot.env.policy import Policy
-
-if TYPE_CHECKING:
-    from kvpilot.agent.tune.result import TunedResult
 
 FROM_FILE = ("static", "hysteresis")
 
@@ -34,9 +38,7 @@ def load_policy(spec: str) -> Policy:
 
 
 def _from_file(kind: str, path: Path) -> Policy:
-    from kvpilot.agent.policies.hysteresis import HysteresisPolicy
-    from kvpilot.agent.policies.static import StaticPolicy
-    from kvpilot.agent.tune.result import read_tuned
+    from kvpilot.agent.tune.result import read_tuned  # which needs the policies
 
     if kind == "hysteresis":
         return HysteresisPolicy(read_tuned(path).hysteresis)
@@ -46,8 +48,6 @@ def _from_file(kind: str, path: Path) -> Policy:
 
 def _plain_knobs(path: Path) -> Mapping[str, float] | None:
     """The knobs of a JSON object that holds nothing else."""
-    from kvpilot.engine.config import KNOB_NAMES
-
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -60,48 +60,10 @@ def _plain_knobs(path: Path) -> Mapping[str, float] | None:
     return values
 
 
-def tuned_policies(tuned: "TunedResult") -> list[Policy]:
-    """The two that tuning gives: `static-best` and `hysteresis`."""
-    from kvpilot.agent.policies.hysteresis import HysteresisPolicy
-    from kvpilot.agent.policies.static import StaticPolicy
-
-    return [StaticPolicy(tuned.static_best.knobs, "static-best"), HysteresisPolicy(tuned.hysteresis)]
-
-
-def _default() -> Policy:
-    from kvpilot.agent.policies.default import DefaultPolicy
-
-    return DefaultPolicy()
-
-
-def _threshold() -> Policy:
-    from kvpilot.agent.policies.threshold import ThresholdPolicy
-
-    return ThresholdPolicy()
-
-
-def _hill_climb() -> Policy:
-    from kvpilot.agent.policies.hill_climb import HillClimbPolicy
-
-    return HillClimbPolicy()
-
-
-def _bandit() -> Policy:
-    from kvpilot.agent.policies.bandit import BanditPolicy
-
-    return BanditPolicy()
-
-
-def _random() -> Policy:
-    from kvpilot.agent.policies.random import RandomPolicy
-
-    return RandomPolicy()
-
-
 NAMED: dict[str, Callable[[], Policy]] = {
-    "default": _default,
-    "threshold": _threshold,
-    "hill-climb": _hill_climb,
-    "bandit": _bandit,
-    "random": _random,
+    "default": DefaultPolicy,
+    "threshold": ThresholdPolicy,
+    "hill-climb": HillClimbPolicy,
+    "bandit": BanditPolicy,
+    "random": RandomPolicy,
 }

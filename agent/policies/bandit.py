@@ -4,7 +4,6 @@ The estimate d / delta * reward * u at a point displaced by delta * u, u uniform
 arXiv cs/0408007), is what OPPerTune's Bluefin (NSDI 2024) tunes numeric parameters by.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,11 +11,11 @@ import numpy as np
 
 from kvpilot.agent.policies.changes import only_changed
 from kvpilot.agent.policies.hill_climb import Objective
+from kvpilot.agent.policies.objective import window_objective
 from kvpilot.agent.policies.space import from_unit, to_unit
 from kvpilot.engine.config import KnobBounds
 from kvpilot.env.observation import Observation
 from kvpilot.env.policy import KnobValues, Proposal
-from kvpilot.env.tuning.reward import live_objective
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,7 @@ class BanditPolicy:
 
     name = "bandit"
 
-    def __init__(self, config: BanditConfig | None = None, objective: Objective = live_objective) -> None:
+    def __init__(self, config: BanditConfig | None = None, objective: Objective = window_objective) -> None:
         self.config = config or BanditConfig()
         self._objective = objective
         self.reset()
@@ -65,7 +64,7 @@ class BanditPolicy:
     def _is_judged(self, observation: Observation) -> bool:
         self._age += 1
         score = self._objective(observation)
-        if self._age > self.config.settle_decisions and score is not None and math.isfinite(score):
+        if self._age > self.config.settle_decisions and score is not None:
             self._scores.append(score)
         return len(self._scores) >= self.config.judge_decisions
 

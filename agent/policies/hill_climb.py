@@ -1,15 +1,14 @@
 """One knob, one step at a time, kept if it helped: the tuner that people write first."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvpilot.agent.policies.changes import only_changed
+from kvpilot.agent.policies.objective import window_objective
 from kvpilot.agent.policies.space import from_unit, to_unit
 from kvpilot.engine.config import KnobBounds
 from kvpilot.env.observation import Observation
 from kvpilot.env.policy import KnobValues, Proposal
-from kvpilot.env.tuning.reward import live_objective
 
 Objective = Callable[[Observation], float | None]
 
@@ -30,7 +29,9 @@ class HillClimbPolicy:
 
     name = "hill-climb"
 
-    def __init__(self, config: HillClimbConfig | None = None, objective: Objective = live_objective) -> None:
+    def __init__(
+        self, config: HillClimbConfig | None = None, objective: Objective = window_objective
+    ) -> None:
         self.config = config or HillClimbConfig()
         self._objective = objective
         self.reset()
@@ -49,7 +50,7 @@ class HillClimbPolicy:
             self._home = {name: knobs[name] for name in bounds}
         self._age += 1
         score = self._objective(observation)
-        if self._age > self.config.settle_decisions and score is not None and math.isfinite(score):
+        if self._age > self.config.settle_decisions and score is not None:
             self._scores.append(score)
         if len(self._scores) < self.config.judge_decisions:
             return Proposal({}, f"measuring, {len(self._scores)} of {self.config.judge_decisions} windows")

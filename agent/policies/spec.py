@@ -1,0 +1,95 @@
+"""A policy as data: what travels to worker processes, what results are kept by, what reports name."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvpilot.engine.errors import ConfigError
+from kvpilot.env.policy import Policy
+
+if TYPE_CHECKING:
+    from kvpilot.agent.tune.result import Setting, TunedResult
+
+KINDS = ("named", "static", "hysteresis", "oracle", "exported")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySpec:
+    """`config` says all that decides what the policy does, `digest` is of the files behind it.
+
+    named {name}; static {knobs}; hysteresis {HysteresisConfig}; oracle {settings, seconds}; exported {path}.
+    """
+
+    label: str  # in tables; several exported ones with one label are seeds of one policy
+    kind: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    digest: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"kind={self.kind!r} is invalid: expected {', '.join(KINDS)}")
+
+    @property
+    def key(self) -> str:
+        """Equal for policies that decide alike: the label is not part of it, nor where a file lies."""
+        config = {name: value for name, value in self.config.items() if name != "path"}
+        return json.dumps([self.kind, config, self.digest], sort_keys=True)
+
+    def make(self) -> Policy:
+        """A new one, at its beginning."""
+        from kvpilot.agent.policies import load_policy
+        from kvpilot.agent.policies.hysteresis import HysteresisConfig, HysteresisPolicy
+        from kvpilot.agent.policies.oracle import OraclePolicy
+        from kvpilot.agent.policies.static import StaticPolicy
+
+        match self.kind:
+            case "named":
+                return load_policy(self.config["name"])
+            case "static":
+                return StaticPolicy(self.config["knobs"], self.label)
+            case "hysteresis":
+                return HysteresisPolicy(HysteresisConfig.from_json(self.config))
+            case "oracle":
+                return OraclePolicy(self.config["settings"], self.config["seconds"])
+            case _:
+                return load_policy(self.config["path"])
+
+
+def static_spec(knobs: Mapping[str, float], label: str = "static") -> PolicySpec:
+    return PolicySpec(label=label, kind="static", config={"knobs": dict(knobs)})
+
+
+def tuned_specs(tuned: "TunedResult") -> list[PolicySpec]:
+    """`static-best` and `hysteresis`."""
+    rule = PolicySpec(label="hysteresis", kind="hysteresis", config=tuned.hysteresis.to_json())
+    return [static_spec(tuned.static_best.knobs, "static-best"), rule]
+
+
+def oracle_spec(portfolio: "tuple[Setting, ...]", seconds: float) -> PolicySpec:
+    settings = [dict(setting.knobs) for setting in portfolio]
+    return PolicySpec(label="oracle", kind="oracle", config={"settings": settings, "seconds": seconds})
+
+
+def parse_spec(text: str) -> PolicySpec:
+    """`[LABEL=]SPEC`, with SPEC as `load_policy` takes it. Loads it once, so that what is wrong shows at once."""
+    from kvpilot.agent.policies import FROM_FILE, NAMED, load_policy
+
+    label, equals, spec = text.rpartition("=")
+    policy = load_policy(spec)
+    label = label if equals else policy.name
+    if spec in NAMED:
+        return PolicySpec(label=label, kind="named", config={"name": spec})
+    source = spec.partition(":")[2] if spec.partition(":")[0] in FROM_FILE else spec
+    return PolicySpec(label=label, kind="exported", config={"path": spec}, digest=files_digest(Path(source)))
+
+
+def files_digest(path: Path) -> str:
+    """Of a file, or of all files of a folder with their names."""
+    digest = hashlib.sha256()
+    for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
+        digest.update(file.name.encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
