@@ -2,9 +2,9 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 from prometheus_api_client import PrometheusApiClientException, PrometheusConnect
 from prometheus_client.samples import Sample
@@ -17,16 +17,29 @@ from kvpilot.exporter.collector import PREFIX, TIME_METRIC
 from kvpilot.exporter.scrape import Families, ScrapeError, snapshot_of
 from kvpilot.exporter.source import NoHistoryError, SourceError
 
-STEPS = "steps"  # every engine that works counts them: a reset shows here
 LOOK_BACK_SECONDS = 300  # so that a target which went away is told from one that never was
 LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 
-class _Scrape(NamedTuple):
-    """One scrape that Prometheus made."""
+class Reading(Protocol):
+    """How samples become a snapshot. Of `sample_names`, each target has all in every scrape."""
 
-    at: float  # Unix time
-    value: float
+    @property
+    def anchor(self) -> str:
+        """One of them: when it was sampled, the target was scraped."""
+        ...
+
+    @property
+    def progress(self) -> str:
+        """A counter that grows with any work: its resets are restarts."""
+        ...
+
+    @property
+    def sample_names(self) -> list[str]: ...
+
+    def snapshot(self, samples: Iterable[Sample], time: float) -> StatsSnapshot:
+        """`time` is when they were scraped, Unix time; ScrapeError names what is missing or wrong."""
+        ...
 
 
 class PromSource:
@@ -34,7 +47,8 @@ class PromSource:
 
     Both ends are scrapes that Prometheus made, read back whole: raw values, nothing extrapolated. The newest
     may be `max_age_seconds` old by the server's clock (three scrape intervals, say), or SourceError is raised.
-    Each window costs four small queries, each with `timeout_seconds`.
+    Each window costs four small queries, each with `timeout_seconds`. `reading` is for other engines: the
+    metric map of an adapter, to be wrapped into an AdaptedSource.
     """
 
     def __init__(
@@ -45,6 +59,7 @@ class PromSource:
         max_age_seconds: float = 45.0,
         timeout_seconds: float = 5.0,
         headers: Mapping[str, str] | None = None,
+        reading: Reading | None = None,
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"prometheus_url={url!r} is invalid: expected http://HOST:PORT")
@@ -55,6 +70,7 @@ class PromSource:
         self._selector = render_selector(selector or {})
         self._max_age_seconds = max_age_seconds
         self._timeout_seconds = timeout_seconds
+        self._reading = reading or OwnReading()
         self._session = Session()
         self._prometheus = PrometheusConnect(
             self._url,
@@ -67,25 +83,24 @@ class PromSource:
         if not 0 < seconds <= 86_400:
             raise ConfigError(f"seconds={seconds!r} is invalid: expected a number in (0, 86400]")
         now = self._now()
-        scrapes, steps = self._history(now, seconds)
+        scrapes, progress = self._history(now, seconds)
         end = scrapes[-1]
-        if now - end.at > self._max_age_seconds:
+        if now - end > self._max_age_seconds:
             raise SourceError(
-                f"{self._name(TIME_METRIC)}: the newest sample is {now - end.at:.0f} s old, expected at most"
+                f"{self._name(self._reading.anchor)}: the newest sample is {now - end:.0f} s old, expected at most"
                 f" {self._max_age_seconds:g} s: is the target down, or scraped less often?"
             )
-        old = [scrape for scrape in scrapes if end.at - scrape.at >= seconds / 2]
+        old = [at for at in scrapes if end - at >= seconds / 2]
         if not old:
             raise NoHistoryError(
-                f"{self._name(TIME_METRIC)}: no sample is {seconds / 2:g} s older than the newest:"
+                f"{self._name(self._reading.anchor)}: no sample is {seconds / 2:g} s older than the newest:"
                 f" a window of {seconds:g} s needs one"
             )
-        start = min(old, key=lambda scrape: abs(end.at - scrape.at - seconds))
-        within = [step.value for step in steps if start.at <= step.at <= end.at]
+        start = min(old, key=lambda at: abs(end - at - seconds))
         return StatsWindow(
-            start=self._snapshot(start.at),
-            end=self._snapshot(end.at),
-            restarted=any(after < before for before, after in pairwise(within)),
+            start=self._snapshot(start),
+            end=self._snapshot(end),
+            restarted=any(_went_down(series, start, end) for series in progress),
         )
 
     def close(self) -> None:
@@ -103,33 +118,33 @@ class PromSource:
                 f"{self._url}: time() gives {answer!r:.80}: is it a Prometheus server?"
             ) from error
 
-    def _history(self, now: float, seconds: float) -> tuple[list[_Scrape], list[_Scrape]]:
-        """The scrapes that may be an end of the window (value: the engine's clock), and the steps counted."""
-        names = f"{PREFIX}{TIME_METRIC}|{PREFIX}{STEPS}_total"
+    def _history(self, now: float, seconds: float) -> tuple[list[float], list[Any]]:
+        """When the target was scraped, in order, and the samples of its progress."""
+        anchor, progress = self._reading.anchor, self._reading.progress
         reach = math.ceil(1.5 * seconds + self._max_age_seconds + LOOK_BACK_SECONDS)
-        series = self._query(f'{{__name__=~"{names}"{self._and_selector()}}}[{reach}s]', now)
-        found: dict[str, list[Any]] = {}
-        for one in series:
-            found.setdefault(one["metric"]["__name__"], []).append(one)
-        histories = []
-        for name in (TIME_METRIC, f"{STEPS}_total"):
-            matching = found.get(PREFIX + name, [])
+        found = self._query(f"{{{self._matching([anchor, progress])}}}[{reach}s]", now)
+        by_name = {
+            name: [one for one in found if one["metric"]["__name__"] == name] for name in (anchor, progress)
+        }
+        for name, matching in by_name.items():
             if not matching:
                 raise SourceError(
                     f"{self._name(name)}: no samples in {reach} s at {self._url}: is the engine scraped, and do"
                     " the labels fit?"
                 )
-            histories.append(_merged(self._name(name), matching))
-        return histories[0], histories[1]
+        return _scrape_times(self._name(anchor), by_name[anchor]), by_name[progress]
 
     def _snapshot(self, at: float) -> StatsSnapshot:
         """All values of the scrape at Unix time `at`."""
-        names = "|".join([*METRICS, TIME_METRIC])
-        query = f'{{__name__=~"{PREFIX}({names})(_total|_bucket|_sum|_count)?"{self._and_selector()}}}'
+        vector = self._query(f"{{{self._matching(self._reading.sample_names)}}}", at)
+        samples = []
+        for entry in vector:
+            labels = dict(entry["metric"])
+            samples.append(Sample(labels.pop("__name__"), labels, float(entry["value"][1])))
         try:
-            return snapshot_of(_families(self._query(query, at)))
+            return self._reading.snapshot(samples, at)
         except ScrapeError as error:
-            raise SourceError(f"{self._url}{{{self._selector}}} at {at:.3f}: {error}") from error
+            raise SourceError(f"{self._url} at {at:.3f} for {{{self._selector}}}: {error}") from error
 
     def _query(self, query: str, at: float | None = None) -> Any:
         params = {"timeout": f"{self._timeout_seconds:g}s"}
@@ -144,11 +159,41 @@ class PromSource:
         except (ValueError, KeyError, TypeError) as error:
             raise SourceError(f"{self._url} does not answer as Prometheus does: {error!r}") from error
 
-    def _and_selector(self) -> str:
-        return f",{self._selector}" if self._selector else ""
+    def _matching(self, names: Iterable[str]) -> str:
+        return f'__name__=~"{"|".join(names)}"' + (f",{self._selector}" if self._selector else "")
 
     def _name(self, name: str) -> str:
-        return f"{PREFIX}{name}{{{self._selector}}}"
+        return f"{name}{{{self._selector}}}"
+
+
+class OwnReading:
+    """Of kvpilot's engine. Its snapshots carry the engine's clock."""
+
+    anchor = PREFIX + TIME_METRIC
+    progress = f"{PREFIX}steps_total"
+
+    @property
+    def sample_names(self) -> list[str]:
+        return [self.anchor, *_OWN_SAMPLES]
+
+    def snapshot(self, samples: Iterable[Sample], time: float) -> StatsSnapshot:
+        # A labelled counter that never counted has no series: only of the others can it be said that they are missing.
+        families: Families = {name: (metric.kind, []) for name, metric in METRICS.items() if metric.labels}
+        for sample in samples:
+            name = TIME_METRIC if sample.name == self.anchor else _OWN_SAMPLES[sample.name]
+            metric = METRICS.get(name)
+            kind, own = ("gauge", ()) if metric is None else (metric.kind, (*metric.labels, "le"))
+            kept = {label: sample.labels[label] for label in own if label in sample.labels}
+            families.setdefault(name, (kind, []))[1].append(sample._replace(labels=kept))
+        for _, some in families.values():
+            some.sort(key=lambda sample: float(sample.labels.get("le", math.inf)))
+        return snapshot_of(families)
+
+
+SUFFIXES = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
+_OWN_SAMPLES = {
+    f"{PREFIX}{name}{suffix}": name for name, metric in METRICS.items() for suffix in SUFFIXES[metric.kind]
+}
 
 
 def render_selector(labels: Mapping[str, str]) -> str:
@@ -165,49 +210,23 @@ def quoted(value: str) -> str:
     return f'"{escaped}"'
 
 
-def _merged(name: str, series: list[Any]) -> list[_Scrape]:
-    """One history. A restarted target may have changed its labels, but no two may be alive at once."""
-    spans = sorted((one["values"][0][0], one["values"][-1][0], one["metric"]) for one in series)
-    for (_, end, metric), (start, _, other) in pairwise(spans):
-        if start <= end:
-            differing = {
-                key: (metric.get(key), other.get(key)) for key in metric if metric[key] != other.get(key)
-            }
-            raise SourceError(f"{name} matches {len(series)} targets, expected 1: add labels; {differing}")
-    samples = [_Scrape(float(at), float(value)) for one in series for at, value in one["values"]]
-    return sorted(samples)
+def _scrape_times(name: str, series: list[Any]) -> list[float]:
+    """Of one target. A restarted one may have changed its labels, but no two may be alive at once."""
+    targets: dict[tuple[str, str], set[float]] = {}  # several series of a target share their instants
+    labels: dict[tuple[str, str], dict[str, str]] = {}
+    for one in series:
+        target = (one["metric"].get("job", ""), one["metric"].get("instance", ""))
+        targets.setdefault(target, set()).update(float(at) for at, _ in one["values"])
+        labels[target] = one["metric"]
+    for one, other in pairwise(sorted(targets, key=lambda target: min(targets[target]))):
+        if min(targets[other]) <= max(targets[one]):
+            differing = sorted(set(labels[one].items()) ^ set(labels[other].items()))
+            raise SourceError(
+                f"{name} matches {len(targets)} targets, expected 1: add labels to tell {differing}"
+            )
+    return sorted(set().union(*targets.values()))
 
 
-def _families(vector: list[Any]) -> Families:
-    """Samples by metric, without the labels that Prometheus added to them."""
-    # A labelled counter that never counted has no series: only of the others can it be said that they are missing.
-    families: Families = {name: (metric.kind, []) for name, metric in METRICS.items() if metric.labels}
-    for entry in vector:
-        labels = dict(entry["metric"])
-        full_name = labels.pop("__name__")
-        name, kind, own = _metric_of(full_name)
-        if kind is None:
-            continue
-        kept = {label: labels[label] for label in own if label in labels}
-        sample = Sample(full_name, kept, float(entry["value"][1]))
-        families.setdefault(name, (kind, []))[1].append(sample)
-    for _, samples in families.values():
-        samples.sort(key=lambda sample: float(sample.labels.get("le", math.inf)))
-    return families
-
-
-def _metric_of(full_name: str) -> tuple[str, str | None, tuple[str, ...]]:
-    """Name without prefix and suffix, kind (None if it is none of ours), and labels."""
-    name = full_name.removeprefix(PREFIX)
-    if name == TIME_METRIC:
-        return name, "gauge", ()
-    if name in METRICS and METRICS[name].kind == "gauge":
-        return name, "gauge", METRICS[name].labels
-    stem = name.removesuffix("_total")
-    if stem != name and stem in METRICS and METRICS[stem].kind == "counter":
-        return stem, "counter", METRICS[stem].labels
-    for suffix in ("_bucket", "_sum", "_count"):
-        stem = name.removesuffix(suffix)
-        if stem != name and stem in METRICS and METRICS[stem].kind == "histogram":
-            return stem, "histogram", ("le",)
-    return name, None, ()
+def _went_down(series: Any, start: float, end: float) -> bool:
+    within = [float(value) for at, value in series["values"] if start <= float(at) <= end]
+    return any(after < before for before, after in pairwise(within))

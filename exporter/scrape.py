@@ -1,6 +1,7 @@
 """Reads /metrics back into the snapshot it was made from."""
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from types import TracebackType
 from typing import Self
@@ -19,10 +20,21 @@ class ScrapeError(KVPilotError, ValueError):
 
 
 class Scraper:
-    """Fetches snapshots from `url` (".../metrics"). `client` is for tests and special transports."""
+    """Fetches snapshots from `url` (".../metrics"). `client` is for tests and special transports.
 
-    def __init__(self, url: str, *, timeout_seconds: float = 5.0, client: httpx.Client | None = None) -> None:
+    `parse` is for other engines: text to snapshot, or ScrapeError.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_seconds: float = 5.0,
+        client: httpx.Client | None = None,
+        parse: Callable[[str], StatsSnapshot] | None = None,
+    ) -> None:
         self._url = url
+        self._parse = parse or parse_metrics
         self._client = client or httpx.Client(timeout=timeout_seconds)
 
     def snapshot(self) -> StatsSnapshot:
@@ -36,7 +48,7 @@ class Scraper:
         content_type = response.headers.get("content-type", "none")
         if not content_type.startswith("text/plain"):
             raise ScrapeError(f"{self._url}: content type {content_type}, expected text/plain")
-        return parse_metrics(response.text)
+        return self._parse(response.text)
 
     def close(self) -> None:
         self._client.close()

@@ -161,7 +161,7 @@ class TestAgainstPrometheus:
 
     def test_several_targets_need_a_label(self, world):
         source = PromSource(world.server.url, selector={"job": "engines"})
-        with pytest.raises(SourceError, match=r"matches 5 targets, expected 1: add labels; .*'pod'"):
+        with pytest.raises(SourceError, match=r"matches 5 targets, expected 1: add labels to tell .*'pod'"):
             source.window(4)
 
     def test_nobody_has_these_labels(self, source_of):
