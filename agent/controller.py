@@ -1,91 +1,60 @@
 """The loop: observe -> propose -> constrain -> apply -> verify. Runs without torch, beside the engine.
 
-It leaves the knobs where they are whenever it stops, however it stops.
+What is decided is `control_core.decide`, a function; here it meets the world. The loop leaves the knobs where they
+are whenever it stops, however it stops.
 """
 
 import logging
 import math
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
-from typing import Protocol
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
 
 from kvpilot.agent import guard
-from kvpilot.agent.audit import AuditError, AuditLog
-from kvpilot.agent.client import EngineUnavailableError, KnobState, PatchResult, UnauthorizedError
-from kvpilot.agent.guard import GuardLimits, Reason, Refusal, Verdict
+from kvpilot.agent.audit import AuditError
+from kvpilot.agent.client import EngineUnavailableError, KnobState, UnauthorizedError
+from kvpilot.agent.control_core import Plan, decide
+from kvpilot.agent.control_nouns import (
+    Control,
+    Decision,
+    Engine,
+    Inputs,
+    Mode,
+    Outcome,
+    inputs_as_dict,
+    memory_as_dict,
+)
+from kvpilot.agent.control_policy import DeadlinePolicy
+from kvpilot.agent.control_signals import reuse_seconds, signals_of, slo_of
+from kvpilot.agent.control_state import SafeState, StateError, StateFile
+from kvpilot.agent.guard import GuardLimits, Memory, Reason, Refusal
+from kvpilot.agent.guard.review import step_back
+from kvpilot.agent.guard.slo import pressure
 from kvpilot.engine.errors import KnobInvalidError, KnobStaleError
-from kvpilot.engine.stats import StatsSnapshot, StatsWindow
+from kvpilot.engine.stats import StatsWindow
 from kvpilot.env.observation import Observation, observe
 from kvpilot.env.policy import Policy
+from kvpilot.exporter.source import NoHistoryError, ScrapeSource, Source, SourceError
+
+__all__ = ["Controller", "Decision", "Engine", "Mode", "Outcome"]
 
 log = logging.getLogger("kvpilot.agent")
+MAX_BACKOFF = 8  # intervals between two ticks, while the engine does not answer
 
 
-class Mode(StrEnum):
-    OFF = "off"  # observe only
-    ADVISORY = "advisory"  # decisions are logged and audited, nothing is written
-    AUTO = "auto"  # decisions are written
+class Audit(Protocol):
+    """AuditLog is the one on disk."""
+
+    def write(self, record: dict[str, object]) -> None: ...
 
 
-class Outcome(StrEnum):
-    OBSERVED = "observed"  # between two decisions
-    HELD = "held"  # nothing may be written now
-    ADVISED = "advised"  # would have been written in mode auto
-    KEPT = "kept"  # the policy wants what is
-    APPLIED = "applied"  # read back as effective
-    PENDING = "pending"  # accepted, not effective yet
-    EFFECTIVE = "effective"  # a pending change has taken effect
-    FAILED = "failed"  # the engine refused it or did not answer
+class Listener(Protocol):
+    """Told of every tick, after the audit log."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Decision:
-    """One tick, for the audit log, the screen and the report."""
-
-    time: float  # Unix time
-    outcome: Outcome
-    observation: Observation | None = None
-    reason: str = ""  # the policy's
-    wanted: Mapping[str, object] = field(default_factory=dict)
-    changes: Mapping[str, float | int] = field(default_factory=dict)  # what the guard left of it
-    refusals: tuple[Refusal, ...] = ()
-    knobs: Mapping[str, float | int] = field(default_factory=dict)  # effective, at the end of the tick
-    revision: int | None = None
-
-    def as_dict(self) -> dict[str, object]:
-        return {
-            "time": round(self.time, 3),
-            "outcome": self.outcome.value,
-            "reason": self.reason,
-            "wanted": {name: repr(value) for name, value in self.wanted.items()},
-            "changes": dict(self.changes),
-            "constraints": [
-                {"reason": refusal.reason.value, "knob": refusal.knob, "detail": refusal.detail}
-                for refusal in self.refusals
-            ],
-            "knobs": dict(self.knobs),
-            "revision": self.revision,
-            "window": self.observation.as_dict() if self.observation else None,
-        }
-
-    def __str__(self) -> str:
-        moved = ", ".join(f"{name} -> {value:g}" for name, value in self.changes.items())
-        held = "; ".join(str(refusal) for refusal in self.refusals)
-        return " | ".join(part for part in (self.outcome, moved, self.reason, held) if part)
-
-
-class Engine(Protocol):
-    """What the loop needs of the engine; EngineClient is the one over HTTP."""
-
-    def scrape(self) -> StatsSnapshot: ...
-
-    def knobs(self) -> KnobState: ...
-
-    def patch(self, knobs: Mapping[str, object], expected_revision: int | None = None) -> PatchResult: ...
+    def __call__(self, decision: Decision, memory: Memory, inputs: Inputs | None) -> None: ...
 
 
 class Controller:
@@ -96,97 +65,148 @@ class Controller:
         *,
         engine: Engine,
         policy: Policy,
-        audit: AuditLog,
+        audit: Audit,
         mode: Mode = Mode.ADVISORY,
         limits: GuardLimits | None = None,
+        source: Source | None = None,  # of observations; by default scrapes of `engine`
+        window_seconds: float = 60.0,
         decide_every: int = 1,  # observations per decision
+        control: Callable[[], Control] | None = None,  # instead of `mode`: what may be done changes
+        state: StateFile | None = None,  # of safe mode; without one it ends with the process
+        deadline_seconds: float = 5.0,
+        fallback: Policy | None = None,  # beyond the policy's training envelope; None: hold
+        how_to_restart: Callable[[str, float], str] | None = None,
         on_decision: Callable[[Decision], None] | None = None,
+        listener: Listener | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.engine, self.policy, self.audit, self.mode = engine, policy, audit, mode
-        self.limits, self.clock, self.on_decision = limits or GuardLimits(), clock, on_decision
+        fixed = Control(mode=mode, acts=mode is Mode.AUTO)
+        self.engine, self.audit, self.state, self.clock = engine, audit, state, clock
+        self.source = source or ScrapeSource(engine.scrape)
+        self.limits, self.window_seconds, self.decide_every = (
+            limits or GuardLimits(),
+            window_seconds,
+            decide_every,
+        )
+        self.control = control or (lambda: fixed)
+        self.on_decision, self.listener = on_decision, listener
+        self.how_to_restart = how_to_restart or (lambda knob, value: "see the engine's documentation")
+        self.memory = Memory()
+        self._mode = mode
         self.refused: Counter[Reason] = Counter()
         self.failures = 0  # ticks in a row without an answer of the engine
-        self._snapshots: deque[StatsSnapshot] = deque(maxlen=decide_every + 1)
+        self._deadline_seconds, self._fallback = deadline_seconds, fallback
+        self.set_policy(policy)
         self._windows_seen = 0
         self._offset = math.inf  # this clock minus the engine's, as small as ever seen
         self._ticks_to_decision = decide_every
-        self._decide_every = decide_every
-        self._last_change: dict[str, float] = {}
         self._revision: int | None = None  # the last one that this loop has seen or made
         self._in_doubt: dict[str, float | int] = {}  # written, but the answer was lost
         self._pending: dict[str, float | int] = {}  # accepted, not yet read back as effective
 
-    def run(self, stop: threading.Event, interval_seconds: float) -> None:
+    @property
+    def policy(self) -> Policy:
+        return self._policy.policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self.set_policy(policy)
+
+    def set_policy(self, policy: Policy) -> None:
+        """From the next decision on."""
+        self._policy = DeadlinePolicy(
+            policy, deadline_seconds=self._deadline_seconds, fallback=self._fallback
+        )
+
+    def run(self, stop: threading.Event, interval_seconds: float | Callable[[], float]) -> None:
         """Ticks until `stop` is set; backs off while the engine does not answer."""
         while not stop.is_set():
+            started = time.monotonic()
             try:
                 self.tick()
             except Exception:
                 log.exception("held: this tick failed")
-            stop.wait(interval_seconds * min(2 ** max(self.failures - 1, 0), 8))
+            interval = interval_seconds() if callable(interval_seconds) else interval_seconds
+            backoff = min(2 ** max(self.failures - 1, 0), MAX_BACKOFF)
+            stop.wait(max(interval * backoff - (time.monotonic() - started), 0.0))
 
     def tick(self) -> Decision:
         """Observe, propose, constrain, apply, verify."""
+        control = self.control()
+        self._mode = control.mode
         try:
-            observation, refusals = self._observe()
             state = self.engine.knobs()
         except (EngineUnavailableError, UnauthorizedError) as error:
             return self._lost(error)
-        self.failures = 0
+        inputs = self._observe(control, state)
         self._settle(state)
-        draft = Decision(
-            time=time.time(),
-            outcome=Outcome.OBSERVED,
-            observation=observation,
-            knobs=dict(state.effective),
-            revision=state.revision,
+        before = self._recall(inputs)
+        if isinstance(before, Refusal):
+            return self._tell(_refused(_draft(inputs), Outcome.HELD, before), inputs)
+        plan = decide(before, inputs, self.limits, self._policy, self.how_to_restart)
+        self._keep(plan.memory)
+        decision = replace(
+            _draft(inputs),
+            outcome=plan.outcome,
+            reason=plan.reason,
+            wanted=plan.wanted,
+            changes=plan.changes,
+            refusals=plan.refusals,
+            proposals=plan.proposals,
+            is_step_back=plan.is_step_back,
         )
-        refusals += self._check_writer(state)
-        self._ticks_to_decision -= 1
-        if self.mode is Mode.OFF or (self._ticks_to_decision > 0 and not refusals):
-            return self._tell(draft)
-        self._ticks_to_decision = self._decide_every
-        if refusals or observation is None:
-            return self._record(replace(draft, outcome=Outcome.HELD, refusals=tuple(refusals)))
-        proposal = self.policy.propose(observation, state.requested, state.bounds)
-        verdict = self._constrain(proposal.knobs, state)
-        draft = replace(
-            draft,
-            reason=proposal.reason,
-            wanted=dict(proposal.knobs),
-            changes=verdict.changes,
-            refusals=tuple(verdict.refusals),
-        )
-        if not verdict.changes:
-            return self._record(replace(draft, outcome=Outcome.HELD if verdict.refusals else Outcome.KEPT))
-        if self.mode is Mode.ADVISORY:
-            return self._record(_refused(draft, Outcome.ADVISED, Reason.ADVISORY, "nothing is written"))
-        return self._apply(draft)
+        if plan.outcome is Outcome.OBSERVED or (plan.outcome is Outcome.HELD and not inputs.due):
+            return self._tell(replace(decision, outcome=Outcome.OBSERVED), inputs)
+        replayable = _replayable(before, inputs, plan)
+        if plan.outcome is Outcome.PENDING:
+            return self._apply(decision, inputs, replayable)
+        return self._record(decision, inputs, replayable)
 
-    def _observe(self) -> tuple[Observation | None, list[Refusal]]:
-        snapshot = self.engine.scrape()
-        previous = self._snapshots[-1] if self._snapshots else None
-        reset = previous is not None and StatsWindow(start=previous, end=snapshot).is_reset()
-        if reset:
-            self._snapshots.clear()
-            self._windows_seen, self._offset = 0, math.inf
-        self._snapshots.append(snapshot)
+    def _observe(self, control: Control, state: KnobState) -> Inputs:
+        problems: list[Refusal] = []
+        window: StatsWindow | None = None
+        try:
+            window = self.source.window(self.window_seconds)
+            self.failures = 0
+        except NoHistoryError as error:
+            self.failures = 0
+            problems.append(Refusal(Reason.WARMUP, None, str(error)))
+        except SourceError as error:
+            self.failures += 1
+            problems.append(Refusal(Reason.SOURCE, None, str(error)))
+        observation = self._follow(window, problems) if window is not None else None
+        problems += self._check_writer(state)
+        self._ticks_to_decision -= 1
+        due = self._ticks_to_decision <= 0 or bool(problems)
+        if due:
+            self._ticks_to_decision = self.decide_every
         now = self.clock()
-        self._offset = min(self._offset, now - snapshot.time)
-        if reset:
-            return None, [Refusal(Reason.RESET, None, "a counter went down: the engine restarted")]
-        if previous is None:
-            return None, [Refusal(Reason.WARMUP, None, "the first observation")]
-        self._windows_seen += 1
-        observation = observe(StatsWindow(start=self._snapshots[0], end=snapshot))
-        engine_now = now - self._offset
-        return observation, guard.check_observation(
-            observation, windows_seen=self._windows_seen, now=engine_now, limits=self.limits
+        return Inputs(
+            now=now,
+            unix_time=time.time(),
+            control=control,
+            state=state,
+            observation=observation,
+            age_seconds=0.0 if observation is None else now - self._offset - observation.time,
+            windows_seen=self._windows_seen,
+            signals=signals_of(window, observation) if window is not None and observation is not None else {},
+            problems=tuple(problems),
+            reuse_seconds=reuse_seconds(window) if window is not None and observation is not None else None,
+            due=due,
         )
+
+    def _follow(self, window: StatsWindow, problems: list[Refusal]) -> Observation | None:
+        """The observation, on a clock that is compared with ours; none across a restart."""
+        if window.is_reset():
+            self._windows_seen, self._offset = 0, math.inf
+            problems.append(Refusal(Reason.RESET, None, "a counter went down: the engine restarted"))
+            return None
+        self._offset = min(self._offset, self.clock() - window.end.time)
+        self._windows_seen += 1
+        return observe(window, slo_of(self.limits.slo))
 
     def _check_writer(self, state: KnobState) -> list[Refusal]:
-        """One writer: a revision that this loop did not make freezes it for one decision."""
+        """One writer: a revision that this loop did not make freezes it."""
         known, self._revision = self._revision, state.revision
         doubt, self._in_doubt = self._in_doubt, {}
         if known is None or known == state.revision:
@@ -194,43 +214,77 @@ class Controller:
         if doubt and all(state.requested.get(name) == value for name, value in doubt.items()):
             log.info("the change whose answer was lost has been applied: revision %s", state.revision)
             return []
+        self.memory = guard.note_conflict(self.memory, now=self.clock(), limits=self.limits)
         return [Refusal(Reason.CONFLICT, None, f"revision {known} became {state.revision}")]
 
-    def _constrain(self, wanted: Mapping[str, object], state: KnobState) -> Verdict:
-        return guard.constrain(
-            wanted,
-            state.requested,
-            state.bounds,
-            last_change=self._last_change,
-            now=self.clock(),
-            limits=self.limits,
-            pending=state.pending,
-            classes=state.classes,
-        )
+    def _recall(self, inputs: Inputs) -> Memory | Refusal:
+        """The memory with what the state file says: another process may have released the latch."""
+        if self.state is None:
+            return self.memory
+        try:
+            saved = self.state.read()
+        except StateError as error:
+            return Refusal(Reason.SAFE_MODE, None, str(error))
+        return replace(self.memory, safe_mode=saved.safe_mode, reverts=saved.reverts)
 
-    def _apply(self, draft: Decision) -> Decision:
+    def _keep(self, memory: Memory) -> None:
+        self.memory = memory
+        if self.state is None:
+            return
+        safe = SafeState(memory.safe_mode, memory.reverts)
+        try:
+            if safe != self.state.read():
+                self.state.write(safe)
+        except StateError as error:
+            log.error("the next decisions are held: %s", error)
+
+    def _apply(self, draft: Decision, inputs: Inputs, replayable: dict[str, Any]) -> Decision:
         """Writes the intent to the audit log, then the knobs, then reads them back."""
         try:
-            self._audit(replace(draft, outcome=Outcome.PENDING), kind="intent")
+            self._audit(draft, "intent", replayable)
         except AuditError as error:
-            return self._tell(_refused(draft, Outcome.HELD, Reason.AUDIT, str(error)))
-        self._last_change.update(dict.fromkeys(draft.changes, self.clock()))
+            return self._tell(_refused(draft, Outcome.HELD, Refusal(Reason.AUDIT, None, str(error))), inputs)
+        self._remember(draft, inputs)
         try:
             result = self.engine.patch(draft.changes, expected_revision=draft.revision)
             self._revision = result.revision
             state = self.engine.knobs()
         except KnobStaleError as error:
-            return self._record(_refused(draft, Outcome.HELD, Reason.CONFLICT, str(error)))
+            self.memory = guard.note_conflict(self.memory, now=self.clock(), limits=self.limits)
+            return self._record(
+                _refused(draft, Outcome.HELD, Refusal(Reason.CONFLICT, None, str(error))), inputs
+            )
         except KnobInvalidError as error:
-            return self._record(_refused(draft, Outcome.FAILED, Reason.INVALID, str(error)))
+            return self._failed(draft, inputs, Refusal(Reason.INVALID, None, str(error)))
         except (EngineUnavailableError, UnauthorizedError) as error:
             self._in_doubt = dict(draft.changes)
-            return self._record(_refused(draft, Outcome.FAILED, _reason(error), str(error)))
+            return self._failed(draft, inputs, Refusal(_reason(error), None, str(error)))
+        draft = replace(draft, knobs=dict(state.effective), revision=result.revision)
+        missing = [name for name, value in draft.changes.items() if state.requested.get(name) != value]
+        if missing and state.revision == result.revision:
+            self.memory = step_back(self.memory, inputs.state.requested, state.requested)
+            detail = f"accepted, but {', '.join(missing)} did not change"
+            return self._failed(draft, inputs, Refusal(Reason.PARTIAL, None, detail))
+        self.memory = guard.note_success(self.memory)
         effective = all(state.effective.get(name) == value for name, value in draft.changes.items())
-        outcome = Outcome.APPLIED if effective else Outcome.PENDING
         self._pending = {} if effective else dict(draft.changes)
-        done = replace(draft, outcome=outcome, knobs=dict(state.effective), revision=result.revision)
-        return self._record(done)
+        done = Outcome.STEPPED_BACK if draft.is_step_back else Outcome.APPLIED
+        return self._record(replace(draft, outcome=done if effective else Outcome.PENDING), inputs)
+
+    def _remember(self, draft: Decision, inputs: Inputs) -> None:
+        self.memory = guard.note_change(
+            self.memory,
+            draft.changes,
+            inputs.state.requested,
+            now=self.clock(),
+            limits=self.limits,
+            load=pressure(inputs.signals, self.limits.slo),
+            reuse_seconds=inputs.reuse_seconds,
+        )
+
+    def _failed(self, draft: Decision, inputs: Inputs, refusal: Refusal) -> Decision:
+        self.memory = guard.note_failure(self.memory, now=self.clock(), limits=self.limits)
+        return self._record(_refused(draft, Outcome.FAILED, refusal), inputs)
 
     def _settle(self, state: KnobState) -> None:
         """Says so when a pending change has become effective."""
@@ -239,39 +293,67 @@ class Controller:
             self._pending = {}
             knobs = dict(state.effective)
             done = Decision(time=time.time(), outcome=Outcome.EFFECTIVE, changes=arrived, knobs=knobs)
-            self._record(replace(done, revision=state.revision))
+            self._record(replace(done, revision=state.revision), None)
 
     def _lost(self, error: EngineUnavailableError | UnauthorizedError) -> Decision:
         self.failures += 1
         held = Decision(time=time.time(), outcome=Outcome.HELD)
-        return self._record(_refused(held, Outcome.HELD, _reason(error), str(error)))
+        return self._record(_refused(held, Outcome.HELD, Refusal(_reason(error), None, str(error))), None)
 
-    def _record(self, decision: Decision) -> Decision:
+    def _record(
+        self, decision: Decision, inputs: Inputs | None, replayable: dict[str, Any] | None = None
+    ) -> Decision:
         """A decision that wrote nothing, or whose intent is on record, survives a failing audit log."""
         try:
-            self._audit(decision, kind="decision")
+            self._audit(decision, "decision", replayable)
         except AuditError as error:
-            decision = _refused(decision, decision.outcome, Reason.AUDIT, str(error))
-        return self._tell(decision)
+            decision = _refused(decision, decision.outcome, Refusal(Reason.AUDIT, None, str(error)))
+        return self._tell(decision, inputs)
 
-    def _audit(self, decision: Decision, *, kind: str) -> None:
-        identity = {"kind": kind, "policy": self.policy.name, "mode": self.mode.value}
-        self.audit.write({**identity, **decision.as_dict()})
+    def _audit(self, decision: Decision, kind: str, replayable: dict[str, Any] | None) -> None:
+        identity = {"kind": kind, "policy": self.policy.name, "mode": self._mode.value}
+        record = {**identity, **decision.as_dict()}
+        if replayable is not None:
+            record["replay"] = replayable
+        self.audit.write(record)
 
-    def _tell(self, decision: Decision) -> Decision:
+    def _tell(self, decision: Decision, inputs: Inputs | None) -> Decision:
         self.refused.update(refusal.reason for refusal in decision.refusals)
         unaudited = any(refusal.reason is Reason.AUDIT for refusal in decision.refusals)
-        bad = decision.outcome is Outcome.FAILED or self.failures or unaudited
+        bad = decision.outcome is Outcome.FAILED or self.failures or unaudited or decision.is_step_back
         level = logging.WARNING if bad else logging.INFO
         if decision.outcome is not Outcome.OBSERVED:
-            log.log(level, "%s", decision)
+            log.log(level, "%s", decision, extra={"decision": decision})
         if self.on_decision is not None:
             self.on_decision(decision)
+        if self.listener is not None:
+            self.listener(decision, self.memory, inputs)
         return decision
 
 
-def _refused(decision: Decision, outcome: Outcome, reason: Reason, detail: str) -> Decision:
-    return replace(decision, outcome=outcome, refusals=(*decision.refusals, Refusal(reason, None, detail)))
+def _draft(inputs: Inputs) -> Decision:
+    return Decision(
+        time=inputs.unix_time,
+        outcome=Outcome.OBSERVED,
+        observation=inputs.observation,
+        knobs=dict(inputs.state.effective),
+        revision=inputs.state.revision,
+    )
+
+
+def _replayable(before: Memory, inputs: Inputs, plan: Plan) -> dict[str, Any]:
+    """What it takes to take the decision again; the policy and the limits stand in the line of kind `setup`."""
+    failure = None if plan.failure is None else list(plan.failure.refusal)
+    return {
+        "memory": memory_as_dict(before),
+        "inputs": inputs_as_dict(inputs),
+        "failure": failure,
+        "plan": plan.outcome.value,
+    }
+
+
+def _refused(decision: Decision, outcome: Outcome, refusal: Refusal) -> Decision:
+    return replace(decision, outcome=outcome, refusals=(*decision.refusals, refusal))
 
 
 def _reason(error: Exception) -> Reason:

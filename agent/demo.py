@@ -142,6 +142,16 @@ async def _drive(
         await asyncio.gather(driving, watching, return_exceptions=True)
 
 
+def demo_limits(interval_seconds: float) -> GuardLimits:
+    """Minutes in the place of hours: a change at each decision, and no long cool-down. Nothing is on trial: phases of
+    a few seconds are too short to judge a change by."""
+    return GuardLimits(
+        min_interval_seconds=intervals(interval_seconds * 0.9),
+        budget_steps_per_minute=60 / interval_seconds,
+        flip_seconds=10 * interval_seconds,
+    )
+
+
 def _tune(config: DemoConfig, recording: Recording, server: ServerProcess, stop: threading.Event) -> None:
     """The loop of `autotune run`, in mode auto, at a demo's pace."""
 
@@ -154,7 +164,8 @@ def _tune(config: DemoConfig, recording: Recording, server: ServerProcess, stop:
         policy=ThresholdPolicy(),
         audit=AuditLog(config.out / "audit.jsonl"),
         mode=Mode.AUTO,
-        limits=GuardLimits(min_interval_seconds=intervals(config.interval_seconds * 0.9)),
+        limits=demo_limits(config.interval_seconds),
+        window_seconds=config.interval_seconds,
         on_decision=note,
     ).run(stop, config.interval_seconds)
     client.close()

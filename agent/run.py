@@ -71,6 +71,7 @@ def run_loop(config: RunConfig) -> int:
         audit=audit,
         mode=config.mode,
         limits=config.limits,
+        window_seconds=config.interval_seconds * config.decide_every,
         decide_every=config.decide_every,
     )
     log.info(

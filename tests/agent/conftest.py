@@ -28,6 +28,7 @@ class FakeEngine:
         self.recorder = StatsRecorder()
         self.clock_offset_seconds = 500.0  # the engine's clock is not the loop's
         self.stopped_clock: float | None = None
+        self.tokens_per_scrape = 8
         self.gauges = {
             **{(n, ()): 0.0 for n, metric in METRICS.items() if metric.kind == "gauge" and not metric.labels},
             ("requests_running", ()): 4.0,
@@ -68,6 +69,7 @@ class FakeEngine:
     def metrics(self) -> str:
         if self.stopped_clock is None:
             self.recorder.add("steps")
+            self.recorder.add("generation_tokens", self.tokens_per_scrape)
         registry = CollectorRegistry()
         snapshot = self.recorder.snapshot(self.now(), self.gauges)
         EngineCollector(lambda: snapshot, model_name="fake", info={}, registry=registry)

@@ -23,6 +23,9 @@ class Wish:
     def __init__(self, **knobs) -> None:
         self.knobs = knobs
 
+    def reset(self) -> None:
+        pass
+
     def propose(self, observation, knobs, bounds) -> Proposal:
         return Proposal(self.knobs, "because")
 
@@ -34,13 +37,16 @@ def make(engine, token, tmp_path):
     def make(policy=None, mode=Mode.AUTO, token=token, audit=tmp_path / "audit.jsonl", warm=True, **kwargs):
         client = EngineClient(url=engine.url, admin_url=engine.url, token=token, timeout_seconds=0.5)
         clients.append(client)
-        limits = GuardLimits(min_interval_seconds=intervals(0.0), min_windows=1, max_age_seconds=0.4)
+        limits = GuardLimits(
+            min_interval_seconds=intervals(0.0), min_windows=1, max_age_seconds=0.4, freeze_seconds=0.0
+        )
         controller = Controller(
             engine=client,
             policy=policy or ThresholdPolicy(),
             audit=AuditLog(audit),
             mode=mode,
             limits=limits,
+            window_seconds=1e-3,  # since the tick before
             **kwargs,
         )
         if warm:
@@ -77,7 +83,8 @@ def test_advisory_is_the_default_and_writes_nothing(engine, token, tmp_path):
     client = EngineClient(url=engine.url, admin_url=engine.url, token=token)
     limits = GuardLimits(min_windows=1)
     controller = Controller(
-        engine=client, policy=Wish(kv_level=1), audit=AuditLog(tmp_path / "audit.jsonl"), limits=limits
+        engine=client, policy=Wish(kv_level=1), audit=AuditLog(tmp_path / "audit.jsonl"), limits=limits,
+        window_seconds=1e-3,
     )
     controller.tick()
     decision = controller.tick()

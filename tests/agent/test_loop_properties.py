@@ -33,6 +33,7 @@ class MemoryEngine:
         if self.fault == "dead":
             raise EngineUnavailableError("dead")
         counters = {("steps", ()): -self.now if self.fault == "reset" else self.now}
+        counters["generation_tokens", ()] = counters["steps", ()]
         return StatsSnapshot(time=self.now, values={**counters, **self.gauges}, histograms={})
 
     def knobs(self) -> KnobState:
@@ -66,6 +67,9 @@ class Scripted:
     name = "scripted"
     wish: dict
 
+    def reset(self) -> None:
+        pass
+
     def propose(self, observation, knobs, bounds) -> Proposal:
         assert all(math.isfinite(getattr(observation, name)) for name in REQUIRED)
         return Proposal(self.wish, "a test")
@@ -89,6 +93,7 @@ def make_controller(engine: MemoryEngine, policy: Scripted, audit: Memo) -> Cont
         audit=audit,  # pyright: ignore[reportArgumentType]
         mode=Mode.AUTO,
         limits=limits,
+        window_seconds=1e-3,
         clock=lambda: engine.now,
     )
 
