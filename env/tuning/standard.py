@@ -1,0 +1,118 @@
+"""The workloads that policies are trained and judged on; their loads fit the profile h200-llama3-8b and 100 GB.
+
+Every one is a composition: sessions and their reuse are recorded, how many there are at a time is not. At full
+precision the engine keeps up in the quiet regimes and falls behind in the busy ones.
+"""
+
+from pathlib import Path
+
+from kvpilot.engine.errors import ConfigError
+from kvpilot.env.slo import Slo
+from kvpilot.env.traces.trace import TraceError
+from kvpilot.env.tuning.workload import RANDOM, Regime, StreamSpec, Workload
+
+CONVERSATION = "mooncake/conversation_first40min.jsonl"
+AGENTIC = "weka_agentic/sessions_train.tar.xz"
+RATES = "servegen/servegen_rate_traces.tar.xz"
+RATES_CLIENT = "language/m-large"
+
+NAMED = ("agentic_drift", "conversation_modulated", "switch", "bursts", "stationary")
+RANDOM_COMPOSITION = "random_composition"
+
+SLO = Slo(ttft_seconds=10.0, inter_token_seconds=0.2)
+
+
+def standard_workloads(
+    folder: Path | str,
+    *,
+    split: str = "train",
+    conversation: str = CONVERSATION,
+    agentic: str = AGENTIC,
+    rates: str = RATES,
+    rates_client: str = RATES_CLIENT,
+) -> dict[str, Workload]:
+    """By name; the files are relative to `folder`. Raises TraceError where one is missing."""
+    for file in (conversation, agentic, rates):
+        if not (Path(folder) / file).is_file():
+            raise TraceError(f"folder={str(folder)!r} is invalid: it holds no {file}")
+    chat = StreamSpec(file=conversation, loop="open")
+    waves = StreamSpec(file=conversation, loop="open", curve_file=rates, curve_client=rates_client)
+    coders = StreamSpec(file=agentic, loop="closed")
+    batch = StreamSpec(file=conversation, loop="one-off")
+    few, some, many, most = (6, 10), (14, 20), (26, 36), (44, 60)
+
+    def workload(name: str, streams: dict, regimes: dict, **options) -> Workload:
+        return Workload(
+            name=name, folder=str(folder), split=split, streams=streams, regimes=regimes, slo=SLO, **options
+        )
+
+    long, hours = (1200, 2400), {"seconds": (7200, 7200)}
+    made = [
+        workload(
+            "agentic_drift",
+            {"coders": coders},
+            {
+                "quiet": Regime(seconds=long, levels={"coders": few}),
+                "day": Regime(seconds=long, levels={"coders": some}),
+                "busy": Regime(seconds=long, levels={"coders": many}),
+                "peak": Regime(seconds=long, levels={"coders": most}),
+            },
+            **hours,
+        ),
+        workload(
+            "conversation_modulated",
+            {"chat": waves},
+            {"chat": Regime(seconds=(7200, 7200), levels={"chat": (0.5, 1.2)})},
+            **hours,
+        ),
+        workload(
+            "switch",
+            {"chat": chat, "coders": coders},
+            {
+                "conversation": Regime(seconds=(2000, 2800), levels={"chat": (0.5, 1.0)}),
+                "agentic": Regime(seconds=(2000, 2800), levels={"coders": many}),
+            },
+            order=("conversation", "agentic"),
+            **hours,
+        ),
+        workload(
+            "bursts",
+            {"coders": coders, "batch": batch},
+            {
+                "calm": Regime(seconds=(900, 1500), levels={"coders": some}),
+                "burst": Regime(seconds=(400, 800), levels={"coders": some, "batch": (0.8, 1.6)}),
+            },
+            order=("calm", "burst"),
+            **hours,
+        ),
+        workload(
+            "stationary",
+            {"coders": coders},
+            {"steady": Regime(seconds=(7200, 7200), levels={"coders": many})},
+            **hours,
+        ),
+        workload(
+            RANDOM_COMPOSITION,
+            {"chat": chat, "coders": coders, "batch": batch},
+            {
+                "idle": Regime(seconds=long, levels={"coders": few}),
+                "chat": Regime(seconds=long, levels={"chat": (0.4, 1.2)}),
+                "coding": Regime(seconds=long, levels={"coders": some}),
+                "busy": Regime(seconds=long, levels={"coders": many}),
+                "peak": Regime(seconds=long, levels={"coders": most}),
+                "mixed": Regime(seconds=long, levels={"coders": some, "chat": (0.2, 0.5)}),
+                "batch": Regime(seconds=(400, 900), levels={"coders": some, "batch": (0.8, 1.6)}),
+            },
+            order=RANDOM,
+            seconds=(7200, 14400),
+        ),
+    ]
+    return {one.name: one for one in made}
+
+
+def standard_workload(name: str, folder: Path | str, split: str = "train") -> Workload:
+    """One of them. Raises ConfigError for an unknown name."""
+    known = standard_workloads(folder, split=split)
+    if name not in known:
+        raise ConfigError(f"family={name!r} is invalid: expected {', '.join(known)}")
+    return known[name]
