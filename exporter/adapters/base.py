@@ -116,11 +116,18 @@ class MetricMap:
         old = next((old for old, new in self.former.items() if new == name and old in by_name), None)
         if old is not None:
             hint = f"there is {old}, its name before: the server is older than this map"
-        elif near := get_close_matches(name, by_name.keys() - set(self.sample_names), n=1, cutoff=0.7):
-            hint = f"there is {near[0]}: has it been renamed?"
+        elif near := _renamed(name, by_name.keys() - set(self.sample_names)):
+            hint = f"there is {near}: has it been renamed?"
         else:
             hint = f"is this {self.engine}, with its metrics switched on?"
         raise ScrapeError(f"{name}: missing, though {self.engine} {self.versions} exports it; {hint}")
+
+
+def _renamed(name: str, exported: Iterable[str]) -> str | None:
+    """The one that is most like it, whatever the order of its words."""
+    sorted_words = {"_".join(sorted(other.split("_"))): other for other in exported}
+    near = get_close_matches("_".join(sorted(name.split("_"))), sorted_words, n=1, cutoff=0.8)
+    return sorted_words[near[0]] if near else None
 
 
 class AdaptedSource:

@@ -1,0 +1,1 @@
+"""Grafana dashboards and Prometheus rules: written by `python -m kvpilot.dashboards`, checked in beside."""
