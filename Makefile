@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # One version, in reach of the bound in pyproject.toml: a range may pull gigabytes of CUDA libraries onto a CPU machine.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test test-all check types lint layers bench clean
+.PHONY: demo test test-all check types lint layers compiled bench clean
 
 demo: $(STAMP)
 	$(BIN)/autotune demo
@@ -30,12 +30,15 @@ types: $(STAMP)  ## whatever the checkout is called: show pyright the root as <t
 layers: $(STAMP)
 	$(BIN)/lint-imports --no-logo
 
+compiled: $(STAMP)  ## after an edit, the modules that setup.py compiles; until then their sources run
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+
 bench: $(STAMP)  ## benchmarks/README.md says what each one measures and what it needs
 	$(BIN)/python -P benchmarks/cpu_throughput.py
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
-	rm -f engine/kernels/*.so
+	rm -f engine/*.so engine/kv/*.so engine/kernels/*.so env/simulator/*.so
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 	rm -rf $(VENV)
 

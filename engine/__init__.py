@@ -1,0 +1,3 @@
+from kvpilot.engine.compiled import choose
+
+choose()

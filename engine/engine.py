@@ -3,7 +3,9 @@
 import time
 from collections.abc import Callable, Mapping
 from math import ceil
+from typing import ClassVar
 
+from kvpilot.engine.compiled import mypyc_attr
 from kvpilot.engine.config import EngineConfig
 from kvpilot.engine.errors import ConfigError, EngineFullError, RequestError
 from kvpilot.engine.knobs import KnobPatch, KnobState, KnobStore
@@ -26,11 +28,16 @@ from kvpilot.engine.scheduler import Scheduler
 from kvpilot.engine.stats import Series, StatsRecorder, StatsSnapshot
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Engine:
     """Schedule, run, commit. One thread adds requests and steps; knobs and snapshots are safe from any thread.
 
     `quality_loss` is the measured mean KL (nats per token) of each codec against an exact cache, where known.
     """
+
+    # What an engine is made of: a subclass may name its own
+    cache_class: ClassVar[type[KVCache]] = KVCache
+    scheduler_class: ClassVar[type[Scheduler]] = Scheduler
 
     def __init__(
         self,
@@ -54,14 +61,16 @@ class Engine:
         self.pool = KVPool(shape=shape, ladder=config.ladder, pool_bytes=config.pool_bytes, storage=storage)
         self.max_model_len = self._check_max_model_len(model_max_len)
         self.stats = StatsRecorder()
-        self.cache = KVCache(
+        self.cache = self.cache_class(
             self.pool,
             policy or POLICIES[config.eviction](),
             config.knobs,
             self.stats,
             tail_pages=ceil(config.tail_tokens / config.page_size),
         )
-        self.scheduler = Scheduler(config, self.cache, self.stats, max_model_len=self.max_model_len)
+        self.scheduler = self.scheduler_class(
+            config, self.cache, self.stats, max_model_len=self.max_model_len
+        )
         self.knobs = KnobStore(config)
         self._runner = runner
         self._quality_loss = dict(quality_loss or {})

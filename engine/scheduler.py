@@ -3,6 +3,7 @@
 from bisect import insort
 from math import ceil, inf
 
+from kvpilot.engine.compiled import mypyc_attr
 from kvpilot.engine.config import EngineConfig, Knobs
 from kvpilot.engine.errors import PoolIntegrityError
 from kvpilot.engine.kv.cache import KVCache, Take
@@ -14,6 +15,7 @@ FORCED_EVERY = 8  # at most one admission in so many takes retained pages for a 
 MAX_CANDIDATES = 32  # waiting requests tried per step, in order of preference
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Scheduler:
     """Owns the running and the waiting requests. `schedule` chooses a step, `commit` books its results.
 

@@ -230,27 +230,26 @@ class StatsRecorder:
             for name, metric in METRICS.items()
             if metric.kind == "counter" and not metric.labels
         }
-        self._histograms = {
-            name: [[0] * (len(metric.buckets) + 1), 0.0]
-            for name, metric in METRICS.items()
-            if metric.kind == "histogram"
+        self._buckets = {
+            name: metric.buckets for name, metric in METRICS.items() if metric.kind == "histogram"
         }
+        self._bucket_counts = {name: [0] * (len(bounds) + 1) for name, bounds in self._buckets.items()}
+        self._sums = dict.fromkeys(self._buckets, 0.0)
 
-    def add(self, name: str, amount: float = 1, *labels: str) -> None:
-        series = (name, labels)
+    def add(self, name: str, amount: float = 1, label: str | None = None) -> None:
+        series: Series = (name, ()) if label is None else (name, (label,))
         self._counters[series] = self._counters.get(series, 0) + amount
 
     def count(self, name: str, *labels: str) -> float:
         return self._counters.get((name, labels), 0)
 
     def observe(self, name: str, value: float, times: int = 1) -> None:
-        entry = self._histograms[name]
-        entry[0][bisect_left(METRICS[name].buckets, value)] += times
-        entry[1] += value * times
+        self._bucket_counts[name][bisect_left(self._buckets[name], value)] += times
+        self._sums[name] += value * times
 
     def snapshot(self, time: float, gauges: Mapping[Series, float]) -> StatsSnapshot:
         histograms = {
-            name: Histogram(METRICS[name].buckets, tuple(counts), total)
-            for name, (counts, total) in self._histograms.items()
+            name: Histogram(bounds, tuple(self._bucket_counts[name]), self._sums[name])
+            for name, bounds in self._buckets.items()
         }
         return StatsSnapshot(time=time, values={**self._counters, **gauges}, histograms=histograms)

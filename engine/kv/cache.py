@@ -14,6 +14,7 @@ from heapq import heappop, heappush
 from itertools import groupby
 from math import inf
 
+from kvpilot.engine.compiled import mypyc_attr
 from kvpilot.engine.config import Knobs
 from kvpilot.engine.errors import PoolIntegrityError
 from kvpilot.engine.kv.eviction import EvictionPolicy, IdleQueue
@@ -31,6 +32,7 @@ class Take(StrEnum):
     STARVING = "starving"  # a request has waited longer than starvation_seconds
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class KVCache:
     """Owns which sealed pages can be found, which idle pages are protected, and in which order memory is taken."""
 

@@ -120,7 +120,7 @@ class KVPool:
         """Pages that the pool holds when all of them are at this level."""
         slots = self.num_slots - 2 * self.last_level
         classes = (0,) if level == 0 else (level, self.last_level + level)
-        return int(slots / sum(1 / self.slots.per_slot[cls] for cls in classes))
+        return int(slots / sum((1 / self.slots.per_slot[cls] for cls in classes), 0.0))
 
     def floor_level(self, page: Page) -> int:
         """Lowest level this page may have: sinks and the last tokens of running sequences keep 8 bits."""

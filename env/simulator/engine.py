@@ -3,6 +3,7 @@
 from math import inf
 from typing import NamedTuple
 
+from kvpilot.engine.compiled import mypyc_attr
 from kvpilot.engine.config import EngineConfig
 from kvpilot.engine.engine import Engine
 from kvpilot.engine.kv.eviction import EvictionPolicy
@@ -41,14 +42,13 @@ class StepTime(NamedTuple):
     is_one_off: bool
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class SimulatedEngine(Engine):
     """Decides what the engine decides. Equal decode steps between two events are booked at once.
 
     `next_event` is the moment of the next arrival or knob change, kept up to date by whoever feeds requests:
     no step that starts at it or later is skipped over.
     """
-
-    clock: VirtualClock
 
     def __init__(
         self,
@@ -62,6 +62,7 @@ class SimulatedEngine(Engine):
         quality_loss: dict[str, float] | None = None,
     ) -> None:
         storage = CountingStorage(NoStorage(), len(config.ladder))
+        self._virtual = clock
         self._simulated = SimulatedRunner(profile, clock, config.ladder)
         super().__init__(
             config,
@@ -79,7 +80,7 @@ class SimulatedEngine(Engine):
     def _run(self, batch: list[ScheduledRequest], start: float) -> tuple[list[SampledToken | None], int]:
         step = self._simulated.read_step(batch)
         repeats = 1 if step.is_one_off else self._quiet_steps(batch, start, step.seconds)
-        self.clock.now = start + repeats * step.seconds
+        self._virtual.now = start + repeats * step.seconds
         return [None] * len(batch), repeats
 
     def _quiet_steps(self, batch: list[ScheduledRequest], start: float, seconds: float) -> int:

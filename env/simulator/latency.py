@@ -7,6 +7,7 @@ from importlib.resources import files
 from itertools import pairwise
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from kvpilot.engine.config import EngineConfig, Knobs
 from kvpilot.engine.errors import ConfigError
@@ -95,7 +96,7 @@ class LatencyProfile:
 
     def engine_config(self, **changes: object) -> EngineConfig:
         """The envelope and `max_batch` that the profile names, the engine's defaults for the rest, with changes."""
-        known: dict[str, object] = dict(self.engine)
+        known: dict[str, Any] = dict(self.engine)
         knobs = replace(Knobs(), max_batch=known.pop("max_batch", Knobs().max_batch))
         return EngineConfig().with_(**{**known, "knobs": knobs, **changes})
 

@@ -1,18 +1,36 @@
 """An engine without a model: a stub runner, a virtual clock, no page bytes."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from kvpilot.engine.config import EngineConfig
 from kvpilot.engine.engine import Engine
+from kvpilot.engine.kv.cache import KVCache
 from kvpilot.engine.kv.formats import PageShape
 from kvpilot.engine.kv.storage import NoStorage
 from kvpilot.engine.request import SampledToken, ScheduledRequest
+from kvpilot.engine.scheduler import Scheduler
 
 SHAPE = PageShape(num_layers=2, num_kv_heads=1, head_dim=64, page_size=8)
 SLOT_BYTES = SHAPE.num_values * 2
+
+
+class OpenCache(KVCache):
+    """Compiled methods cannot be replaced on an object; those of an interpreted subclass can, to watch them."""
+
+
+class OpenScheduler(Scheduler):
+    """As OpenCache."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def open_engine() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "cache_class", OpenCache)
+        patch.setattr(Engine, "scheduler_class", OpenScheduler)
+        yield
 
 
 class StubRunner:
