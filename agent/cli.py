@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from kvpilot.agent import bench_cli, replay_cli, trace_cli
+from kvpilot.agent import bench_cli, operator_cli, replay_cli, trace_cli
 from kvpilot.agent.controller import Mode
 from kvpilot.engine.config import EngineConfig, Knobs
 from kvpilot.engine.errors import ConfigError, KVPilotError
@@ -42,6 +42,7 @@ app.add_typer(knobs_app, name="knobs")
 app.add_typer(trace_cli.app, name="trace")
 app.add_typer(bench_cli.app, name="bench")
 replay_cli.register(app)
+operator_cli.register(app)
 
 SETTINGS = {  # what errors call by its name in the configuration, and the option
     "pool_bytes": "pool-mb",
