@@ -229,7 +229,7 @@ def measure_own(case: Case, ladder: tuple[str, ...], per_sequence: list[int], nu
         "ms": milliseconds,
         "gb_per_s": num_bytes / milliseconds / 1e6,
         "error": error,
-        "splits": made[0][1].num_splits,
+        "items": len(made[0][1].items_I),
     }
 
 
@@ -348,7 +348,7 @@ def print_row(case: Case, row: dict) -> None:
             extra = f", {own['over_pure']:.2f} x the pure levels" if "over_pure" in own else ""
             print(
                 f"  {name:5} {own['ms']:.4f} ms  {own['gb_per_s']:5.0f} GB/s  {peer['ms'] / own['ms']:.2f} x  "
-                f"error {own['error']:.5f}  splits {own['splits']}{extra}",
+                f"error {own['error']:.5f}  items {own['items']}{extra}",
                 flush=True,
             )
 

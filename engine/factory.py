@@ -6,12 +6,13 @@ from kvpilot.engine.attention import PagedAttention, rope_tables
 from kvpilot.engine.config import EngineConfig
 from kvpilot.engine.engine import Engine
 from kvpilot.engine.errors import ConfigError
-from kvpilot.engine.kv.formats import PageShape
+from kvpilot.engine.kv.formats import PageShape, payload_bytes
 from kvpilot.engine.kv.quality import quality_loss
 from kvpilot.engine.kv.storage import PageStorage
 from kvpilot.engine.kv.torch_storage import TorchStorage
 from kvpilot.engine.model.llama import Llama
-from kvpilot.engine.runners.torch_runner import Attention, TorchRunner
+from kvpilot.engine.runners.base import Runner
+from kvpilot.engine.runners.torch_runner import TorchRunner
 
 
 def build_engine(
@@ -19,7 +20,8 @@ def build_engine(
 ) -> Engine:
     """An engine on the model's device. Raises ConfigError if the envelope does not fit the model or the device.
 
-    `model_name` looks up the measured quality loss of each codec; for an unknown model it is absent.
+    `model_name` looks up the measured quality loss of each codec; for an unknown model it is absent. On a GPU the
+    runner captures its graphs when it first needs them: `CudaRunner.warm_up` does it at once.
     """
     shape = PageShape(
         num_layers=model.config.num_layers,
@@ -27,32 +29,35 @@ def build_engine(
         head_dim=model.config.head_dim,
         page_size=config.page_size,
     )
-    storage, attention = (_on_gpu if model.device.type == "cuda" else _on_cpu)(model, config, shape)
+    runner, storage = (_on_gpu if model.device.type == "cuda" else _on_cpu)(model, config, shape)
     return engine_class(
         config,
         shape,
-        TorchRunner(model, attention, model.device),
+        runner,
         storage,
         model_max_len=model.config.max_position,
         quality_loss=quality_loss(model_name),
     )
 
 
-def _on_cpu(model: Llama, config: EngineConfig, shape: PageShape) -> tuple[PageStorage, Attention]:
+def _on_cpu(model: Llama, config: EngineConfig, shape: PageShape) -> tuple[Runner, PageStorage]:
     storage = TorchStorage(shape, config.ladder, config.pool_bytes)
     rope = rope_tables(model.config.rope_inverse_frequencies, model.config.max_position)
-    return storage, PagedAttention(shape, model.config.num_heads, storage, rope, model.dtype)
+    attention = PagedAttention(shape, model.config.num_heads, storage, rope, model.dtype)
+    return TorchRunner(model, attention, model.device), storage
 
 
-def _on_gpu(model: Llama, config: EngineConfig, shape: PageShape) -> tuple[PageStorage, Attention]:
+def _on_gpu(model: Llama, config: EngineConfig, shape: PageShape) -> tuple[Runner, PageStorage]:
     try:
-        from kvpilot.engine.cuda_attention import CudaAttention
         from kvpilot.engine.kv.cuda_storage import CudaStorage
+        from kvpilot.engine.runners.cuda_runner import CudaRunner
     except ImportError as error:
-        raise ConfigError(f"device={model.device} needs triton, which cannot be imported: {error}") from error
+        raise ConfigError(
+            f"device={model.device} needs triton, which cannot be imported ({error}): pip install triton"
+        ) from error
     if model.dtype != torch.bfloat16:
         raise ConfigError(f"dtype={model.dtype} is invalid: on a GPU the model computes in torch.bfloat16")
-    num_heads = model.config.num_heads
-    storage = CudaStorage(shape, config.ladder, config.pool_bytes, num_heads, model.device)
-    rope = rope_tables(model.config.rope_inverse_frequencies, model.config.max_position)
-    return storage, CudaAttention(num_heads, storage, rope)
+    storage = CudaStorage(shape, config.ladder, config.pool_bytes, model.config.num_heads, model.device)
+    fits = config.pool_bytes // payload_bytes(config.ladder[0], shape) * config.page_size
+    max_tokens = min(config.max_model_len or fits, fits, model.config.max_position)
+    return CudaRunner(model, storage, max_sequences=config.max_batch_ceiling, max_tokens=max_tokens), storage

@@ -1,23 +1,27 @@
 """The pool's bytes in GPU memory, pages in the layout of `kvpilot.engine.kernels.gpu.layout`. Needs triton."""
 
 from collections.abc import Sequence
-from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from kvpilot.engine.errors import ConfigError
-from kvpilot.engine.kernels.gpu.convert import convert_pages
+from kvpilot.engine.kernels.gpu.convert import convert_pages, move_cells
 from kvpilot.engine.kernels.gpu.layout import check_supported
+from kvpilot.engine.kernels.gpu.upload import upload
 from kvpilot.engine.kv.formats import PageShape, payload_bytes
-from kvpilot.engine.kv.storage import Cell, Conversion, Move
+from kvpilot.engine.kv.storage import Conversion, Move
+
+Levels = tuple[int, int]  # of a conversion: from, to
+MOVES: Levels = (-1, -1)
 
 
 class CudaStorage:
     """Implements PageStorage over a uint8 tensor of `pool_bytes` bytes; `num_heads` are the query heads.
 
-    Work is queued on the current stream: nothing waits for the GPU. A page that holds NaN or infinite values is
-    never refused: it keeps them at every precision.
+    The bookkeeping asks for one page at a time. What it asks for is noted, and done in few launches on the
+    current stream when somebody reads `pool`: nothing waits for the GPU. A page that holds NaN or infinite values
+    is never refused: it keeps them at every precision.
     """
 
     def __init__(
@@ -37,35 +41,60 @@ class CudaStorage:
                 f"pool_bytes={pool_bytes} is invalid: expected at least one {self.ladder[0]} page of "
                 f"{self._slot_bytes} bytes"
             )
-        self.pool: Tensor = torch.empty(pool_bytes, dtype=torch.uint8, device=device)
+        try:
+            self._pool: Tensor = torch.empty(pool_bytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            free = torch.cuda.mem_get_info(device)[0]
+            raise ConfigError(
+                f"pool_bytes={pool_bytes} is invalid: {free} bytes are free on {device}, leave some for activations"
+            ) from error
+        self.device = self._pool.device
+        self._jobs: dict[Levels, list[tuple[int, ...]]] = {}  # noted, and independent of each other
+        self._read: set[int] = set()  # slots that they read
+        self._written: set[int] = set()
+        self._left: list[int] = []
+
+    @property
+    def pool(self) -> Tensor:
+        """The bytes, after everything asked for so far."""
+        self.flush()
+        return self._pool
 
     def convert(self, conversions: list[Conversion]) -> None:
-        """Re-encodes pages in order: one launch for those in a row that have the same levels and of which none
-        writes into a slot that another one reads."""
-        for (from_level, to_level), group in groupby(conversions, key=lambda c: (c.from_level, c.to_level)):
-            jobs: list[tuple[int, ...]] = []
-            read: set[int] = set()
-            written: set[int] = set()
-            for conversion in group:
-                sources, targets = self._slots(conversion.source), self._slots(conversion.target)
-                if targets & (read | sources) or sources & written:
-                    self._launch(from_level, to_level, jobs)
-                    jobs, read, written = [], set(), set()
-                jobs.append((*conversion.source, *conversion.target))
-                read |= sources
-                written |= targets
-            self._launch(from_level, to_level, jobs)
-
-    def _slots(self, cell: Cell) -> set[int]:
-        return {offset // self._slot_bytes for offset in cell if offset >= 0}
-
-    def _launch(self, from_level: int, to_level: int, jobs: list[tuple[int, ...]]) -> None:
-        if not jobs:
-            return
-        jobs_N4 = torch.tensor(jobs, device=self.pool.device)
-        convert_pages(self.pool, self.shape, self.ladder[from_level], self.ladder[to_level], jobs_N4)
+        for source, from_level, target, to_level in conversions:
+            self._note((from_level, to_level), source, target, (*source, *target))
 
     def move(self, moves: list[Move]) -> None:
-        """Copies byte ranges, in order."""
-        for source, target, num_bytes in moves:
-            self.pool[target : target + num_bytes].copy_(self.pool[source : source + num_bytes])
+        for move in moves:
+            self._note(MOVES, (move.source,), (move.target,), move)
+
+    def take_left(self) -> list[int]:
+        """Addresses of cells that pages have left since the last call."""
+        left, self._left = self._left, []
+        return left
+
+    def flush(self) -> None:
+        """Queues what was noted: one launch per pair of levels, one for all moves."""
+        for levels, jobs in self._jobs.items():
+            jobs_N = upload(torch.tensor(jobs), self.device)
+            if levels == MOVES:
+                move_cells(self._pool, jobs_N, max(num_bytes for _, _, num_bytes in jobs))
+            else:
+                source, target = (self.ladder[level] for level in levels)
+                convert_pages(self._pool, self.shape, source, target, jobs_N)
+        self._jobs, self._read, self._written = {}, set(), set()
+
+    def _note(
+        self, levels: Levels, source: tuple[int, ...], target: tuple[int, ...], job: tuple[int, ...]
+    ) -> None:
+        """Jobs that are noted together may run in any order: one that meets the slots of another comes after it."""
+        sources, targets = self._slots(source), self._slots(target)
+        if targets & (self._read | sources) or sources & self._written:
+            self.flush()
+        self._jobs.setdefault(levels, []).append(job)
+        self._read |= sources
+        self._written |= targets
+        self._left += [address for address in source if address >= 0]
+
+    def _slots(self, cell: tuple[int, ...]) -> set[int]:
+        return {offset // self._slot_bytes for offset in cell if offset >= 0}

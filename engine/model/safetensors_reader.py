@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from kvpilot.engine.errors import ModelError
 from kvpilot.engine.model.checkpoint import Checkpoint, check_tensors
+from kvpilot.engine.model.config import ModelConfig
 from kvpilot.engine.model.hf_config import model_config
 from kvpilot.engine.model.tokenizer import Tokenizer
 
@@ -26,34 +27,47 @@ _LAYER = {
 }
 
 
-def read_safetensors(directory: Path) -> Checkpoint:
-    """ModelError if a file is missing or broken, or the model is not supported."""
+def read_safetensors(directory: Path, *, has_weights: bool = True) -> Checkpoint:
+    """ModelError if a file is missing or broken, or the model is not supported.
+
+    Without weights no tensor can be read, and whether there is a bias on q, k and v is as config.json has it.
+    """
     raw = _json(directory / "config.json")
     generation_path = directory / "generation_config.json"
     generation = _json(generation_path) if generation_path.exists() else {}
-    files, shapes = _index(directory)
+    files, shapes = _index(directory) if has_weights else ({}, {})
+    has_bias = raw.get("attention_bias", raw.get("model_type") == "qwen2")
+    if has_weights:
+        has_bias = hugging_face_name("layers.0.q_bias") in shapes
     try:
-        config = model_config(raw, generation, has_qkv_bias=hugging_face_name("layers.0.q_bias") in shapes)
+        config = model_config(raw, generation, has_qkv_bias=has_bias)
     except ModelError as error:
         raise ModelError(f"{directory / 'config.json'}: {error}") from error
-    inverse_frequencies = [name for name in shapes if name.endswith("rotary_emb.inv_freq")]
-    head = [_TOP["head"]] if config.tied_embeddings else []  # some writers store the table twice
-    check_tensors(directory, config, shapes, hugging_face_name, ignored=[*inverse_frequencies, *head])
+    if has_weights:
+        _check(directory, config, shapes)
+    handles: dict[Path, Any] = {}  # open for as long as the checkpoint is: a header is parsed once
 
     def get(name: str) -> torch.Tensor:
         file_name = hugging_face_name(name)
-        tensor = _open(files[file_name], lambda file: file.get_tensor(file_name))
+        path = files[file_name]
+        if path not in handles:
+            handles[path] = _open(path)
+        tensor = _reading(path, lambda: handles[path].get_tensor(file_name))
         if not tensor.is_floating_point() or tensor.itemsize < 2:
             kind = str(tensor.dtype).removeprefix("torch.")
-            raise ModelError(
-                f"{files[file_name]}: tensor {file_name} is {kind}: expected float32, float16 or bfloat16"
-            )
+            raise ModelError(f"{path}: tensor {file_name} is {kind}: expected float32, float16 or bfloat16")
         return tensor if tensor.dtype == torch.bfloat16 else tensor.float()
 
     def load() -> Tokenizer:
         return _tokenizer(directory, config.eos_token_ids, config.bos_token_id)
 
     return Checkpoint(path=directory, config=config, get=get, load_tokenizer=load)
+
+
+def _check(directory: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> None:
+    inverse_frequencies = [name for name in shapes if name.endswith("rotary_emb.inv_freq")]
+    head = [_TOP["head"]] if config.tied_embeddings else []  # some writers store the table twice
+    check_tensors(directory, config, shapes, hugging_face_name, ignored=[*inverse_frequencies, *head])
 
 
 def hugging_face_name(name: str) -> str:
@@ -77,19 +91,20 @@ def _index(directory: Path) -> tuple[dict[str, Path], dict[str, tuple[int, ...]]
     files: dict[str, Path] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for path in paths:
-        found = _open(
-            path,
-            lambda file: {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()},  # noqa: SIM118
-        )
+        with _open(path) as file:
+            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         files |= dict.fromkeys(found, path)
         shapes |= found
     return files, shapes
 
 
-def _open(path: Path, use: Callable[[Any], T]) -> T:
+def _open(path: Path) -> Any:
+    return _reading(path, lambda: safe_open(path, framework="pt"))
+
+
+def _reading(path: Path, read: Callable[[], T]) -> T:
     try:
-        with safe_open(path, framework="pt") as file:
-            return use(file)
+        return read()
     except FileNotFoundError as error:
         raise ModelError(f"{path} is missing: fetch all files of the model") from error
     except (SafetensorError, OSError) as error:

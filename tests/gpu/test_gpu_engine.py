@@ -1,5 +1,7 @@
 """The engine on a GPU against the same weights in float32 on the CPU."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from kvpilot.engine.kv.pool import PageState
 from kvpilot.engine.model.checkpoint import tensor_shapes
 from kvpilot.engine.model.config import ModelConfig
 from kvpilot.engine.model.llama import Llama
-from kvpilot.engine.request import SamplingParams
+from kvpilot.engine.request import Request, SampledToken, SamplingParams
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,22 +34,6 @@ CONFIG = ModelConfig(
     rope_theta=10000.0,
     tied_embeddings=True,
 )
-
-
-class Recorder:
-    """A model that keeps the logits it gave."""
-
-    def __init__(self, model: Llama) -> None:
-        self._model = model
-        self.logits_by_call: list[Tensor] = []
-
-    def forward(self, *arguments) -> Tensor:
-        return self._model.forward(*arguments)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        logits = self._model.logits(hidden)
-        self.logits_by_call.append(logits.double().cpu())
-        return logits
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +61,18 @@ def models(weights) -> dict[str, Llama]:
     }
 
 
-def recording_engine(model: Llama, **changes: object) -> tuple[Engine, Recorder]:
+def recording_engine(model: Llama, **changes: object) -> tuple[Engine, list[Tensor]]:
+    """An engine, and the logits of every step whose requests ask for log-probabilities."""
     engine = build_engine(model, EngineConfig(pool_bytes=64 << 20, prefill_chunk=100).with_(**changes))
-    recorder = Recorder(model)
-    engine._runner._model = recorder  # type: ignore[attr-defined]
-    return engine, recorder
+    recorded: list[Tensor] = []
+    sample = engine._runner._sample  # type: ignore[attr-defined]
+
+    def record(logits_NV: Tensor, requests: Sequence[Request]) -> list[SampledToken]:
+        recorded.append(logits_NV.double().cpu())
+        return sample(logits_NV, requests)
+
+    engine._runner._sample = record  # type: ignore[attr-defined]
+    return engine, recorded
 
 
 def divergence(expected: Tensor, actual: Tensor) -> float:
@@ -96,9 +89,9 @@ def prompt(num_tokens: int, seed: int) -> list[int]:
 
 def next_logits(model: Llama, ladder: tuple[str, ...], levels: tuple[int, ...]) -> Tensor:
     """Logits of the first two tokens after a prompt whose sealed pages, before the second, take `levels` in turn."""
-    engine, recorder = recording_engine(model, ladder=ladder)
-    engine.add_request("a", prompt(270, 1), SamplingParams(max_tokens=3, ignore_eos=True))
-    while not recorder.logits_by_call:
+    engine, recorded = recording_engine(model, ladder=ladder)
+    engine.add_request("a", prompt(270, 1), SamplingParams(max_tokens=3, logprobs=0, ignore_eos=True))
+    while not recorded:
         engine.step()
     request = engine.scheduler.running[0]
     assert request.tokens is not None
@@ -109,7 +102,7 @@ def next_logits(model: Llama, ladder: tuple[str, ...], levels: tuple[int, ...]) 
     request.tokens[-1] = 17
     engine.step()
     engine.check_integrity()
-    return torch.cat(recorder.logits_by_call)
+    return torch.cat(recorded)
 
 
 @pytest.mark.parametrize(
@@ -150,3 +143,43 @@ def test_a_full_pool_steps_pages_down_and_every_request_finishes(models):
     assert len(finished) == len(lengths)
     assert all(output.request.num_output_tokens == 60 for output in finished)
     assert num_quantized > 10
+
+
+def test_knobs_and_levels_need_no_new_graph_and_padding_changes_nothing(models):
+    """After the warm-up nothing is captured, whatever the batch, the levels and the knobs."""
+    config = EngineConfig(
+        pool_bytes=60 << 18, prefill_chunk=100, max_batch_ceiling=6, knobs=Knobs(max_batch=6)
+    )
+    engine = build_engine(models["cuda"], config)
+    runner = engine._runner
+    runner.warm_up()  # type: ignore[attr-defined]
+    captured = runner.graphs.num_captured  # type: ignore[attr-defined]
+    assert captured == 3 * len((1, 2, 4, 6))
+    for i in range(12):
+        engine.add_request(str(i), prompt(50 + 41 * i, i), SamplingParams(max_tokens=90, ignore_eos=True))
+    step, num_quantized = 0, 0
+    while engine.has_work():
+        if step % 7 == 0:
+            engine.patch_knobs({"kv_level": step // 7 % 3, "max_batch": 1 + step // 7 % 6})
+        engine.step()
+        step += 1
+        num_quantized += engine.pool.page_reads[1] + engine.pool.page_reads[2]
+        engine.check_integrity()
+    assert num_quantized > 0
+    assert runner.graphs.num_captured == captured  # type: ignore[attr-defined]
+
+
+def test_graphs_are_dropped_with_their_version_and_beyond_the_limit():
+    from kvpilot.engine.runners.graph_cache import GraphCache
+
+    x, y = torch.zeros(1, device="cuda"), torch.ones(1, device="cuda")
+    cache = GraphCache(max_graphs=2)
+
+    def run(key: int, version: int) -> float:
+        cache.get(key, version, lambda: torch.add(y, key, out=x)).replay()
+        return x.item()
+
+    assert [run(key, 0) for key in (1, 2, 1, 3, 1, 2)] == [2, 3, 2, 4, 2, 3]
+    assert cache.num_captured == 4  # 2 was dropped for 3
+    assert run(1, 1) == 2
+    assert (len(cache), cache.num_captured) == (1, 5)

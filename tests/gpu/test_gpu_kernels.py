@@ -24,6 +24,14 @@ def tolerance(device) -> float:
     return 4e-3 if device.type == "cuda" else 1.2e-2
 
 
+def one_item_each(table):
+    """The same sequences, each of them one program per kv head."""
+    spans = table.spans_B8.clone()
+    spans[:, 5] = torch.arange(len(spans))
+    spans[:, 6] = 1
+    return replace(table, spans_B8=spans, items_I=spans[:, 5].clone(), merges=False)
+
+
 def error(actual: Tensor, expected: Tensor) -> float:
     actual, expected = actual.double().cpu(), expected.double()
     return ((actual - expected).norm() / expected.norm()).item()
@@ -62,7 +70,7 @@ def test_decode_attention(make_pool, device, tolerance, group, head_dim, ladder,
     table = decode_table(pool.table, ladder, shape, device)
     q = torch.randn(3, 2 * group, head_dim).bfloat16()
     out = decode_attention(q.to(device), pool.pool, shape, 1, table)
-    assert table.num_splits > 1
+    assert table.merges
     assert error(out, reference(q, pool, 1)) < tolerance
 
 
@@ -74,7 +82,7 @@ def test_errors_do_not_grow_with_the_context(make_pool, device, tolerance, level
 
     shape = PageShape(num_layers=1, num_kv_heads=1, head_dim=64)
     pool = make_pool(shape, LADDER, [16384], levels)
-    table = replace(decode_table(pool.table, LADDER, shape, device), num_splits=1)
+    table = one_item_each(decode_table(pool.table, LADDER, shape, device))
     q = torch.randn(1, 4, 64).bfloat16()
     out = decode_attention(q.to(device), pool.pool, shape, 0, table)
     assert error(out, reference(q, pool, 0)) < tolerance
@@ -87,8 +95,7 @@ def test_decode_attention_over_pages_of_64_and_one_split(make_pool, device, tole
 
     shape = PageShape(num_layers=1, num_kv_heads=1, head_dim=64, page_size=64)
     pool = make_pool(shape, LADDER, [64 * 3 + 1], levels)
-    table = decode_table(pool.table, LADDER, shape, device)
-    assert table.num_splits == 1
+    table = one_item_each(decode_table(pool.table, LADDER, shape, device))
     q = torch.randn(1, 4, 64).bfloat16()
     out = decode_attention(q.to(device), pool.pool, shape, 0, table)
     assert error(out, reference(q, pool, 0)) < tolerance
@@ -168,9 +175,12 @@ def test_gather_pages(make_pool, device, tolerance, ladder):
 
     shape = PageShape(num_layers=2, num_kv_heads=2, head_dim=64)
     pool = make_pool(shape, ladder, [32 * 5 + 7], [0, 1, 2])
-    k, v = gather_pages(pool.pool, shape, ladder, 1, pool.table.cells, 32 * 5 + 3)
-    assert error(k, pool.k_BLHSD[0][1, :, : 32 * 5 + 3]) < tolerance
-    assert error(v, pool.v_BLHSD[0][1, :, : 32 * 5 + 3]) < tolerance
+    pages = [(*cell, 32 * i, 32 if i < 5 else 3) for i, cell in enumerate(pool.table.cells.tolist())]
+    k, v = gather_pages(
+        pool.pool, shape, ladder, 1, torch.tensor(pages, device=device), num_tokens := 32 * 5 + 3
+    )
+    for actual, expected in ((k, pool.k_BLHSD[0]), (v, pool.v_BLHSD[0])):
+        assert error(actual, expected[1, :, :num_tokens].transpose(0, 1)) < tolerance
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

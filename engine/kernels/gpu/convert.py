@@ -1,15 +1,16 @@
-"""Launches of the page conversions and of the dense gather."""
-# pyright: reportIndexIssue=false
+"""Launches of the page conversions, of moves within the pool, and of the dense gather."""
+# pyright: reportMissingImports=false, reportIndexIssue=false
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+import triton
 from torch import Tensor
 
-from kvpilot.engine.kernels.gpu.convert_kernel import exact_to_byte, gather_kernel, to_int4
+from kvpilot.engine.kernels.gpu.convert_kernel import exact_to_byte, gather_kernel, move_kernel, to_int4
 from kvpilot.engine.kernels.gpu.decode import ASM
 from kvpilot.engine.kernels.gpu.layout import FP8, INT4, KINDS
 from kvpilot.engine.kv.formats import PageShape
+
+MOVE_WORDS = 4096  # per program
 
 
 def convert_pages(pool: Tensor, shape: PageShape, source: str, target: str, jobs_N4: Tensor) -> None:
@@ -23,27 +24,32 @@ def convert_pages(pool: Tensor, shape: PageShape, source: str, target: str, jobs
         exact_to_byte[grid](pool, jobs_N4, **sizes, IS_FP8=KINDS[target] == FP8, num_warps=4)
 
 
+def move_cells(pool: Tensor, jobs_N3: Tensor, max_bytes: int) -> None:
+    """Copies byte ranges, each (source, target, number of bytes): multiples of 4, none of more than `max_bytes`.
+
+    All at once: no target may overlap a source of the same call.
+    """
+    grid = (triton.cdiv(max_bytes, 4 * MOVE_WORDS), len(jobs_N3))
+    move_kernel[grid](pool, jobs_N3, WORDS=MOVE_WORDS, num_warps=4)
+
+
 def gather_pages(
-    pool: Tensor,
-    shape: PageShape,
-    ladder: tuple[str, ...],
-    layer: int,
-    cells: Tensor | NDArray[np.int64],
-    num_tokens: int,
+    pool: Tensor, shape: PageShape, ladder: tuple[str, ...], layer: int, pages_N5: Tensor, num_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """K and V of the first `num_tokens` tokens of these pages (level, payload, scales) as dense bf16: two tensors
-    [num_kv_heads, num_tokens, head_dim]."""
-    cells_N3 = torch.as_tensor(cells).to(pool.device)
-    size = (shape.num_kv_heads, num_tokens, shape.head_dim)
-    k_HSD, v_HSD = (torch.empty(size, dtype=torch.bfloat16, device=pool.device) for _ in range(2))
+    """K and V of pages of any precision as dense bf16: two tensors [num_tokens, num_kv_heads, head_dim].
+
+    `pages_N5` int64 on the pool's device: level, payload, scales, the row of the page's first token in the result,
+    and how many of its tokens are wanted.
+    """
+    size = (num_tokens, shape.num_kv_heads, shape.head_dim)
+    k_SHD, v_SHD = (torch.empty(size, dtype=torch.bfloat16, device=pool.device) for _ in range(2))
     byte_levels = [level for level, codec in enumerate(ladder) if codec in ("int8", "fp8")]
-    gather_kernel[(shape.num_kv_heads, -(-num_tokens // shape.page_size))](
+    gather_kernel[(shape.num_kv_heads, len(pages_N5))](
         pool,
-        cells_N3,
-        k_HSD,
-        v_HSD,
+        pages_N5,
+        k_SHD,
+        v_SHD,
         layer,
-        num_tokens,
         NUM_KV_HEADS=shape.num_kv_heads,
         PAGE=shape.page_size,
         HEAD_DIM=shape.head_dim,
@@ -51,4 +57,4 @@ def gather_pages(
         IS_FP8="fp8" in ladder,
         num_warps=4,
     )
-    return k_HSD, v_HSD
+    return k_SHD, v_SHD

@@ -204,22 +204,34 @@ def _int4_block(base, words, V_OFFSET: tl.constexpr, PAGE: tl.constexpr, HEAD_DI
     return k, v
 
 
-@triton.jit(do_not_specialize=["layer", "num_tokens"])
+@triton.jit
+def move_kernel(pool, jobs, WORDS: tl.constexpr):
+    """Grid (blocks of a range, ranges); `jobs` int64 [ranges, 3]: source, target, number of bytes."""
+    job = jobs + tl.program_id(1) * 3
+    source = (pool + tl.multiple_of(tl.load(job), 4)).to(tl.pointer_type(tl.int32))
+    target = (pool + tl.multiple_of(tl.load(job + 1), 4)).to(tl.pointer_type(tl.int32))
+    word = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
+    inside = word < tl.load(job + 2) // 4
+    tl.store(target + word, tl.load(source + word, mask=inside), mask=inside)
+
+
+@triton.jit(do_not_specialize=["layer"])
 def gather_kernel(
-    pool, cells, k_ptr, v_ptr, layer, num_tokens,
+    pool, pages, k_ptr, v_ptr, layer,
     NUM_KV_HEADS: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BYTE_LEVEL: tl.constexpr,
     IS_FP8: tl.constexpr,
 ):  # fmt: skip
-    """Grid (kv heads, pages): the pages of one sequence as dense bf16 [kv heads, num_tokens, HEAD_DIM].
+    """Grid (kv heads, pages): pages as dense bf16 [tokens, kv heads, HEAD_DIM].
 
-    `cells` int64 [pages, 3]: level, payload, scales. Level 0 is exact, BYTE_LEVEL (-1: none) 8-bit, others int4.
+    `pages` int64 [pages, 5]: level, payload, scales, first row of the result, tokens wanted. Level 0 is exact,
+    BYTE_LEVEL (-1: none) 8-bit, others int4.
     """
     head = tl.program_id(0)
-    page = tl.program_id(1)
+    page = pages + tl.program_id(1) * 5
     BLOCK: tl.constexpr = PAGE * HEAD_DIM
-    level = tl.load(cells + page * 3)
-    payload = tl.multiple_of(tl.load(cells + page * 3 + 1), 16)
-    record = tl.maximum(tl.multiple_of(tl.load(cells + page * 3 + 2), 4), 0)
+    level = tl.load(page)
+    payload = tl.multiple_of(tl.load(page + 1), 16)
+    record = tl.maximum(tl.multiple_of(tl.load(page + 2), 4), 0)
     block = layer * (2 * NUM_KV_HEADS) + head
     scale_block = layer * NUM_KV_HEADS + head
     tokens = tl.arange(0, PAGE)
@@ -242,8 +254,8 @@ def gather_kernel(
         base = pool + payload + block * (BLOCK // 2)
         words = (pool + record + scale_block * (2 * HEAD_DIM + 4 + 4 * PAGE)).to(tl.pointer_type(tl.int32))
         k, v = _int4_block(base, words, NUM_KV_HEADS * BLOCK // 2, PAGE, HEAD_DIM)
-    rows = head.to(tl.int64) * num_tokens + page * PAGE + tokens
+    rows = (tl.load(page + 3) + tokens) * NUM_KV_HEADS + head
     out_at = rows[:, None] * HEAD_DIM + dims[None, :]
-    is_valid = (page * PAGE + tokens < num_tokens)[:, None]
+    is_valid = (tokens < tl.load(page + 4))[:, None]
     tl.store(k_ptr + out_at, k.to(tl.bfloat16), mask=is_valid)
     tl.store(v_ptr + out_at, v.to(tl.bfloat16), mask=is_valid)

@@ -1,15 +1,15 @@
 """Decode attention over a batch of paged, mixed-precision sequences: what the host prepares and launches.
 
-Shape suffixes: B sequences, H query heads, D head_dim, N pages.
+Shape suffixes: B sequences, H query heads, D head_dim, N pages, I items (shares of a sequence's pages).
 """
 # pyright: reportMissingImports=false, reportIndexIssue=false
 
 import os
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
-import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -21,21 +21,67 @@ from kvpilot.engine.kv.formats import PageShape
 ASM = os.environ.get("TRITON_INTERPRET") != "1"  # the interpreter runs no inline assembly
 # One-warp programs that keep an H200's memory busy: one wave, or of the exact kernel, which is larger, two
 TARGET_PROGRAMS, EXACT_PROGRAMS = 1024, 1536
-MIN_PAGES_PER_SPLIT = 8
+MIN_PAGES_PER_ITEM = 2
 # Of the software pipeline; the page table's load takes some. In a mixed kernel a deep one for the largest pages
 # would leave too little shared memory for enough programs.
 EXACT_STAGES, MIXED_EXACT_STAGES, BYTE_STAGES, INT4_STAGES = 5, 3, 3, 5
+MERGE_BLOCK = 16
 LOG2_E = 1.4426950408889634
+SPAN_COLUMNS = 8
+PAGE_COST = np.array((4, 2, 1))  # of an exact, an 8-bit and an int4 page, relative to each other
+
+
+class Scratch(NamedTuple):
+    """Room for the results of items: float32 [I, H, D] and log2-sum-exp2 [I, H]."""
+
+    partial: Tensor
+    lse: Tensor
+
+    @classmethod
+    def make(cls, num_items: int, num_heads: int, head_dim: int, device: torch.device) -> "Scratch":
+        partial = torch.empty((num_items, num_heads, head_dim), dtype=torch.float32, device=device)
+        return cls(partial, torch.empty((num_items, num_heads), dtype=torch.float32, device=device))
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeTable:
-    """A PageTable on the device, each sequence's pages sorted by precision; see `decode_kernel`."""
+    """Sequences on the device, each one's pages sorted by precision; see `decode_kernel` for the tensors.
+
+    The launch depends on `kinds`, on the number of sequences and of items, and on `merges`, on nothing else: a graph
+    holds for every content that they cover.
+    """
 
     cells_N2: Tensor  # int64: offsets of codes in 16 bytes, of scales in 4
-    spans_B5: Tensor  # int32
-    kinds: frozenset[int]  # that occur
-    num_splits: int
+    spans_B8: Tensor  # int32
+    items_I: Tensor  # int32
+    kinds: frozenset[int]  # that may occur
+    merges: bool  # some sequence may have more than one item
+
+
+def max_items(num_sequences: int, num_kv_heads: int, kinds: frozenset[int]) -> int:
+    """`plan_spans` makes no more than this."""
+    return num_sequences + _target_items(num_kv_heads, kinds)
+
+
+def _target_items(num_kv_heads: int, kinds: frozenset[int]) -> int:
+    return -(-(EXACT_PROGRAMS if kinds == {EXACT} else TARGET_PROGRAMS) // num_kv_heads)
+
+
+def plan_spans(
+    counts_B3: NDArray[np.int64], num_tokens_B: NDArray[np.int64], shape: PageShape, kinds: frozenset[int]
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Spans and items of sequences that have so many exact, 8-bit and int4 pages, one sequence after another."""
+    pages_B = counts_B3.sum(1)
+    cost_B = counts_B3 @ PAGE_COST
+    share = -(-int(cost_B.sum()) // _target_items(shape.num_kv_heads, kinds))
+    num_items_B = np.minimum(-(-cost_B // share), np.maximum(pages_B // MIN_PAGES_PER_ITEM, 1))
+    spans_B8 = np.zeros((len(pages_B), SPAN_COLUMNS), dtype=np.int32)
+    spans_B8[1:, 0] = pages_B.cumsum()[:-1]
+    spans_B8[:, 1:4] = spans_B8[:, :1] + counts_B3.cumsum(1)
+    spans_B8[:, 4] = num_tokens_B - shape.page_size * counts_B3[:, 1:].sum(1)
+    spans_B8[1:, 5] = num_items_B.cumsum()[:-1]
+    spans_B8[:, 6] = num_items_B
+    return spans_B8, np.repeat(np.arange(len(pages_B), dtype=np.int32), num_items_B)
 
 
 def decode_table(
@@ -43,61 +89,49 @@ def decode_table(
 ) -> DecodeTable:
     """Sorts and uploads. Pages after a sequence's last token must not be in the table."""
     rank = np.array([KINDS[codec] for codec in ladder])[table.cells[:, 0]]
-    num_sequences = len(table.num_tokens)
-    sequence = np.repeat(np.arange(num_sequences), np.diff(table.indptr))
+    sequence = np.repeat(np.arange(len(table.num_tokens)), np.diff(table.indptr))
     order = np.lexsort((rank, sequence))  # stable: the open page stays the last exact one
-    spans = _spans(table, rank, sequence, shape.page_size)
-    max_pages = int(np.diff(table.indptr).max())
+    counts_B3 = np.zeros((len(table.num_tokens), 3), dtype=np.int64)
+    np.add.at(counts_B3, (sequence, np.where(rank == EXACT, 0, np.where(rank == INT4, 2, 1))), 1)
     kinds = frozenset(np.unique(rank).tolist())
-    cells = table.cells[order, 1:] // (16, 4)
+    spans_B8, items_I = plan_spans(counts_B3, table.num_tokens, shape, kinds)
     return DecodeTable(
-        cells_N2=torch.from_numpy(cells).to(device, non_blocking=True),
-        spans_B5=torch.from_numpy(spans).to(device, non_blocking=True),
+        cells_N2=torch.from_numpy(table.cells[order, 1:] // (16, 4)).to(device),
+        spans_B8=torch.from_numpy(spans_B8).to(device),
+        items_I=torch.from_numpy(items_I).to(device),
         kinds=kinds,
-        num_splits=_num_splits(num_sequences * shape.num_kv_heads, max_pages, kinds),
+        merges=len(items_I) > len(spans_B8),
     )
 
 
-def _spans(
-    table: PageTable, rank: NDArray[np.int64], sequence: NDArray[np.int64], page_size: int
-) -> NDArray[np.int32]:
-    num_sequences = len(table.num_tokens)
-    counts = np.zeros((num_sequences, 3), dtype=np.int64)  # exact, 8 bits, int4
-    column = np.where(rank == EXACT, 0, np.where(rank == INT4, 2, 1))
-    np.add.at(counts, (sequence, column), 1)
-    ends = table.indptr[:-1, None] + counts.cumsum(1)
-    exact_tokens = table.num_tokens - page_size * counts[:, 1:].sum(1)
-    return np.column_stack((table.indptr[:-1], ends, exact_tokens)).astype(np.int32)
-
-
-def _num_splits(num_programs: int, max_pages: int, kinds: frozenset[int]) -> int:
-    target = EXACT_PROGRAMS if kinds == {EXACT} else TARGET_PROGRAMS
-    wanted = -(-target // num_programs)
-    return max(1, min(wanted, max_pages // MIN_PAGES_PER_SPLIT, 128))
-
-
-def decode_attention(q_BHD: Tensor, pool: Tensor, shape: PageShape, layer: int, table: DecodeTable) -> Tensor:
+def decode_attention(
+    q_BHD: Tensor,
+    pool: Tensor,
+    shape: PageShape,
+    layer: int,
+    table: DecodeTable,
+    scratch: Scratch | None = None,
+) -> Tensor:
     """Attention of one query token per sequence over all its tokens: [B, H, D], in the dtype of q (bf16).
 
-    q must be contiguous and in the cache's basis; the output is in that basis.
+    q must be contiguous and in the cache's basis; the output is in that basis. The output of a
+    sequence without an item is zero.
     """
     num_sequences, num_heads, head_dim = q_BHD.shape
-    splits = table.num_splits
+    num_items = len(table.items_I)
     out_BHD = torch.empty_like(q_BHD)
-    partial, lse = out_BHD, out_BHD
-    if splits > 1:
-        partial = q_BHD.new_empty((num_sequences, num_heads, splits, head_dim), dtype=torch.float32)
-        lse = q_BHD.new_empty((num_sequences, num_heads, splits), dtype=torch.float32)
+    if scratch is None:
+        scratch = Scratch.make(num_items if table.merges else 1, num_heads, head_dim, q_BHD.device)
     byte_kind = max(table.kinds & {KINDS["int8"], KINDS["fp8"]}, default=0)
-    decode_kernel[(shape.num_kv_heads, splits, num_sequences)](
+    decode_kernel[(shape.num_kv_heads, num_items)](
         q_BHD,
         pool,
         table.cells_N2,
-        table.spans_B5,
-        partial,
-        lse,
+        table.spans_B8,
+        table.items_I,
+        out_BHD,
+        *scratch,
         layer,
-        splits,
         head_dim**-0.5 * LOG2_E,
         NUM_KV_HEADS=shape.num_kv_heads,
         GROUP=num_heads // shape.num_kv_heads,
@@ -113,14 +147,14 @@ def decode_attention(q_BHD: Tensor, pool: Tensor, shape: PageShape, layer: int, 
         PAIR=shape.page_size == 32,
         num_warps=1,
     )
-    if splits > 1:
-        merge_kernel[(num_sequences * num_heads,)](
-            partial,
-            lse,
+    if table.merges:
+        merge_kernel[(num_heads, num_sequences)](
+            *scratch,
+            table.spans_B8,
             out_BHD,
-            splits,
-            MAX_SPLITS=triton.next_power_of_2(splits),
+            NUM_HEADS=num_heads,
             HEAD_DIM=head_dim,
-            num_warps=4 if splits > 16 else 1,
+            BLOCK=MERGE_BLOCK,
+            num_warps=1,
         )
     return out_BHD

@@ -1,8 +1,9 @@
 """Decode attention over pages of three precisions in one launch: Triton code.
 
 Scores are computed transposed, S = K q^T and O = V^T P, so that the tokens (of which there are many) are the
-rows of the tensor core tile and the query heads of a kv head fill its 8 columns. One warp handles one
-(sequence, kv head, split), one page or two at a time; the running sum of the softmax is reduced at the end.
+rows of the tensor core tile and the query heads of a kv head fill its 8 columns. One warp handles one item, a
+share of a sequence's pages, for one kv head, a page or two at a time; the running sum of the softmax is reduced
+at the end.
 Scales never touch a tile of int8: K's multiply the scores, V's the probabilities.
 """
 # pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false
@@ -186,31 +187,36 @@ def _part(begin, end, split, num_splits):
     return begin + count * split // num_splits, begin + count * (split + 1) // num_splits
 
 
-@triton.jit(do_not_specialize=["layer", "num_splits", "q_scale"])
+@triton.jit(do_not_specialize=["layer", "q_scale"])
 def decode_kernel(
-    q_ptr, pool, table, spans, out_ptr, lse_ptr, layer, num_splits, q_scale,
+    q_ptr, pool, table, spans, items, out_ptr, partial_ptr, lse_ptr, layer, q_scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_EXACT: tl.constexpr, BYTE_KIND: tl.constexpr, HAS_INT4: tl.constexpr, ASM: tl.constexpr,
     EXACT_STAGES: tl.constexpr, BYTE_STAGES: tl.constexpr, INT4_STAGES: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
-    """Grid (kv heads, splits, sequences). BYTE_KIND is 0 (no such pages), 1 (int8) or 2 (fp8).
+    """Grid (kv heads, items). BYTE_KIND is 0 (no such pages), 1 (int8) or 2 (fp8).
 
-    `table` int64 [pages, 2] holds the offsets of codes / 16 and of scales / 4, a sequence's pages sorted by level (a
-    hint of alignment would not survive the pipelining of its load); `spans` int32
-    [B, 5]: first row, end of exact, of 8-bit, of int4 rows, valid tokens of the exact pages. Output rows are
-    [B, heads, splits, HEAD_DIM], and log2-sum-exp2 [B, heads, splits] unless there is one split.
+    `items` int32 holds the sequence of each item (-1: nothing to do), those of a sequence in a row. `table` int64
+    [pages, 2] holds the offsets of codes / 16 and of scales / 4, a sequence's pages sorted by level (a hint of
+    alignment would not survive the pipelining of its load); `spans` int32 [B, 8]: first row, end of exact, of
+    8-bit, of int4 rows, valid tokens of the exact pages, first item, number of items. A sequence of one item is
+    written to `out` [B, heads, HEAD_DIM]; others to `partial` [items, heads, HEAD_DIM] with log2-sum-exp2.
     """
     head = tl.program_id(0)
-    split = tl.program_id(1)
-    sequence = tl.program_id(2)
+    item = tl.program_id(1)
+    sequence = tl.load(items + item)
+    if sequence < 0:
+        return
     columns = tl.arange(0, 8)
     valid = columns < GROUP
     rows = (sequence * NUM_KV_HEADS + head) * GROUP + columns
-    span = spans + sequence * 5
+    span = spans + sequence * 8
     first = tl.load(span)
     exact_end = tl.load(span + 1)
     byte_end = tl.load(span + 2)
     int4_end = tl.load(span + 3)
+    split = item - tl.load(span + 5)
+    num_splits = tl.load(span + 6)
 
     HEAD_VALUES: tl.constexpr = PAGE * HEAD_DIM
     block = layer * (2 * NUM_KV_HEADS) + head
@@ -254,25 +260,49 @@ def decode_kernel(
         acc += tl.sum(shift, 0)[None, :]
 
     dims = tl.arange(0, HEAD_DIM)
-    total_8 = tl.maximum(total_8, 1e-30)  # a split may have no page
+    total_8 = tl.maximum(total_8, 1e-30)  # an item may have no page
     out = acc / total_8[None, :]
-    out_rows = rows * num_splits + split
-    out_at = out_ptr + out_rows[None, :] * HEAD_DIM + dims[:, None]
-    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=valid[None, :])
-    if num_splits > 1:
-        tl.store(lse_ptr + out_rows, m + tl.log2(total_8), mask=valid)
+    if num_splits == 1:
+        out_at = out_ptr + rows[None, :] * HEAD_DIM + dims[:, None]
+        tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=valid[None, :])
+    else:
+        partial_rows = (item * NUM_KV_HEADS + head) * GROUP + columns
+        partial_at = partial_ptr + partial_rows[None, :] * HEAD_DIM + dims[:, None]
+        tl.store(partial_at, out, mask=valid[None, :])
+        tl.store(lse_ptr + partial_rows, m + tl.log2(total_8), mask=valid)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
-def merge_kernel(partial_ptr, lse_ptr, out_ptr, num_splits, MAX_SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """One program per (sequence, head): the splits' outputs weighted by their share of the softmax mass."""
-    row = tl.program_id(0)
-    splits = tl.arange(0, MAX_SPLITS)
+@triton.jit
+def merge_kernel(
+    partial_ptr, lse_ptr, spans, out_ptr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Grid (heads, sequences): the outputs of a sequence's items weighted by their share of the softmax mass; zeros
+    where there is none."""
+    head = tl.program_id(0)
+    sequence = tl.program_id(1)
+    first = tl.load(spans + sequence * 8 + 5)
+    num_items = tl.load(spans + sequence * 8 + 6)
+    if num_items == 1:
+        return
     dims = tl.arange(0, HEAD_DIM)
-    is_split = splits < num_splits
-    lse = tl.load(lse_ptr + row * num_splits + splits, mask=is_split, other=-float("inf"))
-    weights = tl.exp2(lse - tl.max(lse, 0))
-    partial_at = partial_ptr + (row * num_splits + splits[:, None]) * HEAD_DIM + dims[None, :]
-    partial = tl.load(partial_at, mask=is_split[:, None], other=0.0)
-    out = tl.sum(partial * weights[:, None], 0) / tl.sum(weights, 0)
+    m = tl.full([BLOCK], -1e30, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    acc = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
+    for begin in tl.range(0, num_items, BLOCK):
+        split = begin + tl.arange(0, BLOCK)
+        inside = split < num_items
+        row = (first + split) * NUM_HEADS + head
+        lse = tl.load(lse_ptr + row, mask=inside, other=-1e30)
+        partial = tl.load(
+            partial_ptr + row[:, None] * HEAD_DIM + dims[None, :], mask=inside[:, None], other=0.0
+        )
+        m_new = tl.maximum(m, lse)
+        shrink = tl.exp2(m - m_new)
+        weight = tl.where(inside, tl.exp2(lse - m_new), 0.0)
+        total = total * shrink + weight
+        acc = acc * shrink[:, None] + partial * weight[:, None]
+        m = m_new
+    weight = tl.exp2(m - tl.max(m, 0))
+    out = tl.sum(acc * weight[:, None], 0) / tl.maximum(tl.sum(total * weight, 0), 1e-30)
+    row = sequence * NUM_HEADS + head
     tl.store(out_ptr + row * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty))

@@ -88,6 +88,7 @@ def _rope_rotate_write_kernel(
         block = layer * (2 * NUM_KV_HEADS) + head - NUM_HEADS
         value = (payload // 2) + (block * PAGE + slot) * HEAD_DIM
         target = pool.to(tl.pointer_type(tl.bfloat16)) + value[:, None] + half[None, :]
+        inside = inside & (payload >= 0)
     tl.store(target, a.to(tl.bfloat16), mask=inside[:, None])
     tl.store(target + HALF, b.to(tl.bfloat16), mask=inside[:, None])
 
@@ -150,7 +151,7 @@ def rope_rotate_write(
     """Rotary embedding of q and k, the cache's basis change, and K and V written to their open (bf16) pages.
 
     `qkv_TX` is bf16 [T, (num_heads + 2 * num_kv_heads) * D]; `places_T2` int64 holds per token the payload offset
-    of its page and its index within the page. Returns q [T, num_heads, D].
+    of its page (negative: K and V are not written) and its index within the page. Returns q [T, num_heads, D].
     """
     num_tokens = len(qkv_TX)
     q_THD = qkv_TX.new_empty((num_tokens, num_heads, shape.head_dim))

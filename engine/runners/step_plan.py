@@ -1,0 +1,195 @@
+"""What a step needs to know on the GPU: put together on the host, uploaded without waiting.
+
+Decoding sequences come first among the rows of a step, then the chunks of prompts.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvpilot.engine.cuda_attention import Chunks, StepPlan
+from kvpilot.engine.kernels.gpu.decode import SPAN_COLUMNS, DecodeTable, max_items, plan_spans
+from kvpilot.engine.kernels.gpu.layout import EXACT, INT4, KINDS
+from kvpilot.engine.kernels.gpu.upload import upload
+from kvpilot.engine.kv.cuda_storage import CudaStorage
+from kvpilot.engine.request import Request, ScheduledRequest
+from kvpilot.engine.runners.page_tables import PageTables
+
+Integers = NDArray[np.int64]
+
+
+class DecodeInputs:
+    """The inputs of decode steps of up to `max_sequences` sequences, at fixed addresses: CUDA graphs read them."""
+
+    def __init__(self, storage: CudaStorage, max_sequences: int, max_tokens: int) -> None:
+        self._shape = storage.shape
+        self.device, self.page_size = storage.device, storage.shape.page_size
+        self.tables = PageTables(storage, max_sequences, max_tokens)
+        kinds = [KINDS[codec] for codec in storage.ladder]
+        eight_bits = {kind for kind in kinds if kind not in (EXACT, INT4)}
+        exact = frozenset({EXACT})
+        self.kinds = (
+            exact,
+            exact | eight_bits,
+            exact | eight_bits | {INT4},
+        )  # by the lowest precision present
+        self.num_variants = 1 + max(0 if kind == EXACT else 2 if kind == INT4 else 1 for kind in kinds)
+        self.max_items = max(max_items(max_sequences, self._shape.num_kv_heads, k) for k in self.kinds)
+        header = max_sequences * (4 + SPAN_COLUMNS // 2) + (self.max_items + 1) // 2
+        words = header + 2 * self.tables.levels.size
+        self._device_words = torch.zeros(words, dtype=torch.int64, device=self.device)
+        self._on_gpu = self.device.type == "cuda"
+        self._host_words = torch.zeros(words, dtype=torch.int64, pin_memory=self._on_gpu)
+        self._copied = torch.cuda.Event() if self._on_gpu else None
+        self._header = header
+        device, host = self._device_words, self._host_words
+        self.tokens, self._tokens = (w[:max_sequences] for w in (device, host.numpy()))
+        self.positions, self._positions = (
+            w[max_sequences : 2 * max_sequences] for w in (device, host.numpy())
+        )
+        self.places, self._places = (
+            w[2 * max_sequences : 4 * max_sequences].reshape(-1, 2) for w in (device, host.numpy())
+        )
+        spans = slice(4 * max_sequences, (4 + SPAN_COLUMNS // 2) * max_sequences)
+        self._device_spans = device[spans].view(torch.int32).view(-1, SPAN_COLUMNS)
+        self._spans = host.numpy()[spans].view(np.int32).reshape(-1, SPAN_COLUMNS)
+        self._device_items = device[spans.stop : header].view(torch.int32)
+        self._items = host.numpy()[spans.stop : header].view(np.int32)
+        self._device_cells = device[header:].view(-1, 2)
+        self._cells = host.numpy()[header:].reshape(-1, 2)
+        self.clear()
+
+    def clear(self) -> None:
+        """No sequence at all: what a graph is captured with."""
+        self._write_rows(0, len(self._tokens))
+        self._items[:] = -1
+        self._upload(0)
+
+    def table(self, size: int, variant: int, num_items: int | None = None) -> DecodeTable:
+        """The first `size` sequences, for a launch that holds for all inputs of this variant."""
+        kinds = self.kinds[variant]
+        if num_items is None:
+            num_items = max_items(size, self._shape.num_kv_heads, kinds)
+        return DecodeTable(
+            cells_N2=self._device_cells,
+            spans_B8=self._device_spans[:size],
+            items_I=self._device_items[:num_items],
+            kinds=kinds,
+            merges=True,
+        )
+
+    def set(self, decodes: Sequence[ScheduledRequest], rows: list[int], size: int) -> int:
+        """Uploads these sequences, and empty ones up to `size`; returns the variant: 0 if all pages are exact, 1
+        with 8-bit ones, 2 with int4 ones."""
+        count, tables = len(decodes), self.tables
+        if self._copied is not None:
+            self._copied.synchronize()  # the upload before
+        position = np.array([start for _, start, _, _ in decodes])
+        self._tokens[:count] = [_tokens(request)[start] for request, start, _, _ in decodes]
+        self._positions[:count] = position
+        pages, slots = np.divmod(position, self.page_size)
+        self._places[:count, 0] = tables.cells[rows, pages, 0]
+        self._places[:count, 1] = slots
+        self._write_rows(count, size)
+        counts = tables.counts[rows]
+        variant = int(np.flatnonzero(counts.any(axis=0))[-1])
+        spans, items = plan_spans(counts, position + 1, self._shape, self.kinds[variant])
+        self._spans[:count] = spans
+        self._items[: len(items)] = items
+        self._items[len(items) :] = -1
+        num_pages = [row_pages + 1 for row_pages in pages.tolist()]
+        total = sum(num_pages)
+        parts = [tables.sorted[row, :num] for row, num in zip(rows, num_pages, strict=True)]
+        np.concatenate(parts, out=self._cells[:total])
+        self._upload(total)
+        return variant
+
+    def _write_rows(self, begin: int, end: int) -> None:
+        """Sequences that read nothing and whose K and V are not kept."""
+        self._tokens[begin:end] = 0
+        self._positions[begin:end] = 0
+        self._places[begin:end] = -1
+        self._spans[begin:end] = 0
+
+    def _upload(self, num_pages: int) -> None:
+        words = self._header + 2 * num_pages
+        self._device_words[:words].copy_(self._host_words[:words], non_blocking=self._on_gpu)
+        if self._copied is not None:
+            self._copied.record()
+
+
+def mixed_plan(
+    decodes: Sequence[ScheduledRequest],
+    chunks: Sequence[ScheduledRequest],
+    inputs: DecodeInputs,
+) -> tuple[torch.Tensor, StepPlan]:
+    """Token ids and plan of a step that prefills."""
+    tables, page_size = inputs.tables, inputs.page_size
+    rows = tables.rows([*decodes, *chunks])
+    table = None
+    if decodes:
+        variant = inputs.set(decodes, rows[: len(decodes)], len(decodes))
+        table = inputs.table(len(decodes), variant)
+    chunk_rows = rows[len(decodes) :]
+    tokens: list[int] = []
+    for request, start, num_new, _ in (*decodes, *chunks):
+        tokens += _tokens(request)[start : start + num_new]
+    position = np.concatenate(
+        [np.arange(start, start + num_new) for _, start, num_new, _ in (*decodes, *chunks)]
+    )
+    row = np.repeat(rows, [num_new for _, _, num_new, _ in (*decodes, *chunks)])
+    pages, slots = np.divmod(position, page_size)
+    new = [num_new for _, _, num_new, _ in chunks]
+    context = [start + num_new for _, start, num_new, _ in chunks]
+    starts_q, starts_k = np.cumsum([0, *new]), np.cumsum([0, *context])
+    records = _page_records(tables, chunk_rows, context, starts_k, page_size)
+    parts = [
+        np.array(tokens),
+        position,
+        np.stack((tables.cells[row, pages, 0], slots), axis=1).ravel(),
+        starts_q,
+        starts_k,
+        records.ravel(),
+    ]
+    sizes = [len(part) for part in parts]
+    words = upload(torch.from_numpy(np.concatenate(parts)), inputs.device).split(sizes)
+    return words[0], StepPlan(
+        positions_T=words[1],
+        places_T2=words[2].view(-1, 2),
+        num_decodes=len(decodes),
+        table=table,
+        chunks=Chunks(
+            pages_N5=words[5].view(-1, 5),
+            starts_q=words[3].int(),
+            starts_k=words[4].int(),
+            new=new,
+            context=context,
+        ),
+    )
+
+
+def _page_records(
+    tables: PageTables, rows: list[int], context: list[int], starts: Integers, page_size: int
+) -> Integers:
+    """As `gather_pages` takes them."""
+    parts = []
+    for row, num_tokens, start in zip(rows, context, starts.tolist(), strict=False):
+        begin = np.arange(0, num_tokens, page_size)
+        parts.append(
+            np.column_stack(
+                (
+                    tables.levels[row, : len(begin)],
+                    tables.cells[row, : len(begin)],
+                    start + begin,
+                    np.minimum(page_size, num_tokens - begin),
+                )
+            )
+        )
+    return np.concatenate(parts)
+
+
+def _tokens(request: Request) -> list[int]:
+    assert request.tokens is not None
+    return request.tokens

@@ -1,0 +1,120 @@
+"""The GPU runner against the CPU's, Without a GPU: in Triton's interpreter."""
+
+import pytest
+import torch
+
+from kvpilot.engine.config import EngineConfig, Knobs
+from kvpilot.engine.engine import Engine
+from kvpilot.engine.factory import build_engine
+from kvpilot.engine.kv.formats import PageShape
+from kvpilot.engine.model.checkpoint import tensor_shapes
+from kvpilot.engine.model.config import ModelConfig
+from kvpilot.engine.model.llama import Llama
+from kvpilot.engine.request import SamplingParams
+
+pytest.importorskip("triton", reason="triton is not installed: the GPU kernels cannot run")
+
+pytestmark = (
+    pytest.mark.filterwarnings(  # the interpreter's; what lies behind an open page's tokens is masked later
+        "ignore:Conversion of an array with ndim > 0", "ignore:invalid value encountered in matmul"
+    )
+)
+
+CONFIG = ModelConfig(
+    architecture="llama",
+    hidden_size=128,
+    intermediate_size=96,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    vocab_size=96,
+    max_position=512,
+    tied_embeddings=True,
+)
+SHAPE = PageShape(num_layers=2, num_kv_heads=2, head_dim=64)
+SLOT = SHAPE.num_values * 2
+
+
+def llama(device, dtype, ops=None) -> Llama:
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        name: torch.ones(shape)
+        if len(shape) == 1
+        else torch.randn(shape, generator=generator) * (0.2 if name == "embed" else shape[-1] ** -0.5)
+        for name, shape in tensor_shapes(CONFIG).items()
+    }
+    return Llama(CONFIG, lambda name: weights[name].to(device), dtype, *([ops] if ops else []))
+
+
+@pytest.fixture
+def gpu_engine(device):
+    from kvpilot.engine.kernels.gpu import elementwise
+    from kvpilot.engine.kv.cuda_storage import CudaStorage
+    from kvpilot.engine.runners.cuda_runner import CudaRunner
+
+    def make(**changes: object) -> Engine:
+        config = EngineConfig(
+            pool_bytes=64 * SLOT, prefill_chunk=48, max_batch_ceiling=4, knobs=Knobs(max_batch=4)
+        ).with_(**changes)
+        model = llama(device, torch.bfloat16, elementwise)
+        storage = CudaStorage(SHAPE, config.ladder, config.pool_bytes, CONFIG.num_heads, device)
+        runner = CudaRunner(model, storage, max_sequences=config.max_batch_ceiling, max_tokens=312)
+        return Engine(config, SHAPE, runner, storage, model_max_len=512)
+
+    return make
+
+
+def run(engine: Engine, lengths: list[int], max_tokens: int) -> dict[str, list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    texts: dict[str, list[int]] = {}
+    for i, length in enumerate(lengths):
+        prompt = torch.randint(CONFIG.vocab_size, (length,), generator=generator).tolist()
+        engine.add_request(str(i), prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+    while engine.has_work():
+        for output in engine.step():
+            texts.setdefault(output.request.request_id, []).append(output.token)
+        engine.check_integrity()
+    return texts
+
+
+@pytest.mark.usefixtures("loops")
+def test_logprobs_match_those_of_the_cpu(gpu_engine):
+    prompt = torch.randint(CONFIG.vocab_size, (71,), generator=torch.Generator().manual_seed(3)).tolist()
+    results = []
+    config = EngineConfig(pool_bytes=64 * SLOT, prefill_chunk=48)
+    for engine in (build_engine(llama("cpu", torch.float32), config), gpu_engine()):
+        engine.add_request("a", prompt, SamplingParams(max_tokens=3, logprobs=5, ignore_eos=True))
+        outputs = []
+        while engine.has_work():
+            outputs += [output for output in engine.step() if output.token is not None]
+            if len(outputs) == 1:
+                engine.scheduler.running[0].tokens[-1] = 17  # the tokens drawn may differ
+        results.append([dict(output.logprobs.top) for output in outputs[:2]])
+    for expected, actual in zip(*results, strict=True):
+        common = expected.keys() & actual.keys()
+        assert len(common) >= 3
+        assert (
+            max(abs(expected[token] - actual[token]) for token in common) < 0.15
+        )  # of logits around 8, in bf16
+
+
+@pytest.mark.usefixtures("loops")
+def test_neighbours_and_padding_change_nothing(gpu_engine):
+    """Three sequences, decoded in a bucket of four, draw what each draws alone."""
+    together = run(gpu_engine(), [40, 33, 64], 3)
+    generator = torch.Generator().manual_seed(1)
+    for i, length in enumerate([40, 33, 64]):
+        prompt = torch.randint(CONFIG.vocab_size, (length,), generator=generator).tolist()
+        engine = gpu_engine()
+        engine.add_request("a", prompt, SamplingParams(max_tokens=3, ignore_eos=True))
+        alone = [output.token for _ in range(8) for output in engine.step() if output.token is not None]
+        assert alone == together[str(i)]
+
+
+def test_buckets_end_with_the_ceiling():
+    from kvpilot.engine.runners.cuda_runner import batch_buckets
+
+    assert batch_buckets(1) == [1]
+    assert batch_buckets(33)[-2:] == [32, 33]
+    assert batch_buckets(400)[-3:] == [320, 384, 400]
