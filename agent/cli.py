@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from kvpilot.agent import bench_cli, operator_cli, replay_cli, trace_cli
-from kvpilot.agent.controller import Mode
+from kvpilot.agent import bench_cli, operator_cli, replay_cli, run_cli, trace_cli, train_cli, tune_cli
 from kvpilot.engine.config import EngineConfig, Knobs
 from kvpilot.engine.errors import ConfigError, KVPilotError
 
@@ -41,14 +40,23 @@ knobs_app = typer.Typer(no_args_is_help=True, help="Read and write the four live
 app.add_typer(knobs_app, name="knobs")
 app.add_typer(trace_cli.app, name="trace")
 app.add_typer(bench_cli.app, name="bench")
+run_cli.register(app)
 replay_cli.register(app)
 operator_cli.register(app)
+tune_cli.register(app)
+train_cli.register(app)
 
 SETTINGS = {  # what errors call by its name in the configuration, and the option
     "pool_bytes": "pool-mb",
     "ttl_seconds": "ttl",
     "fraction": "sample",
     "interval_seconds": "interval",
+    "decision_seconds": "decision",
+    "slo.ttft_p99_seconds": "slo-ttft",
+    "slo.inter_token_p99_seconds": "slo-itl",
+    "guard.min_change_seconds": "min-change-seconds",
+    "prometheus.url": "prometheus-url",
+    "counterfactual.trace": "counterfactual",
     "timeout_seconds": "timeout",
     **{
         name: name.replace("_", "-")
@@ -66,8 +74,18 @@ SETTINGS = {  # what errors call by its name in the configuration, and the optio
             *(
                 "threads",
                 "dtype",
-                "decide_every",
-                "min_change_seconds",
+                "state",
+                "listen",
+                "mode",
+                "policy",
+                "outside",
+                "source",
+                "target",
+                "selector",
+                "kill_file",
+                "control_file",
+                "pod_name",
+                "log_format",
                 "token_file",
                 "url",
                 "admin_url",
@@ -199,59 +217,6 @@ def serve(
 
 
 @app.command()
-def run(
-    token_file: TokenFile = DEFAULT_TOKEN_FILE,
-    url: Annotated[
-        str, Option(help="The engine's public API: /metrics is read there.")
-    ] = "http://127.0.0.1:8000",
-    admin_url: AdminUrl = "http://127.0.0.1:8001",
-    mode: Annotated[
-        Mode, Option(help="off: observe; advisory: say what would be done; auto: do it.")
-    ] = Mode.ADVISORY,
-    policy: Annotated[
-        str,
-        Option(
-            help="What proposes changes: threshold, hill-climb, bandit, static:FILE or hysteresis:FILE (of "
-            "`autotune tune`), or the folder of a trained policy."
-        ),
-    ] = "threshold",
-    interval: Annotated[float, Option(help="Seconds between two observations.")] = 10.0,
-    decide_every: Annotated[int, Option(help="Observations per decision.")] = 3,
-    min_change_seconds: Annotated[float, Option(help="Shortest time between two changes of a knob.")] = 30.0,
-    timeout: Annotated[float, Option(help="Seconds that a request to the engine may take.")] = 5.0,
-    audit: Annotated[
-        Path,
-        Option(
-            help="Append-only log of every decision, JSON lines. If it cannot be written, nothing is done."
-        ),
-    ] = Path("autotune-audit.jsonl"),
-) -> None:
-    """Run the loop beside an engine: observe, propose, constrain, apply, verify.
-
-    Nothing is written unless --mode auto. However the loop ends, the knobs stay where they are.
-
-        autotune run
-
-        autotune run --mode auto --interval 5 --audit /var/log/autotune.jsonl
-    """
-    from kvpilot.agent.run import RunConfig, run_loop
-
-    config = RunConfig(
-        token_file=token_file.expanduser(),
-        url=url,
-        admin_url=admin_url,
-        mode=mode,
-        policy=policy,
-        interval_seconds=interval,
-        decide_every=decide_every,
-        min_change_seconds=min_change_seconds,
-        timeout_seconds=timeout,
-        audit=audit,
-    )
-    raise typer.Exit(run_loop(config))
-
-
-@app.command()
 def demo(
     model: Annotated[str, Option(help="As for `autotune serve`.")] = "smollm2",
     out: Annotated[Path, Option(help="Folder for report.html, run.json, audit and logs.")] = Path(
@@ -338,7 +303,7 @@ def main() -> None:
 
 def _in_options(message: str) -> str:
     """A message that begins with a setting's name, with the option that sets it."""
-    match = re.match(r"(?:knobs\.)?(\w+)=", message)
+    match = re.match(r"(?:knobs\.)?([\w.]+)=", message)
     if match is None or match[1] not in SETTINGS:
         return message
     return f"--{SETTINGS[match[1]]}: {message}"

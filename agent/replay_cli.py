@@ -125,7 +125,7 @@ def replay(
         raise ConfigError(
             f"{len(files)} traces are invalid: expected one (`autotune trace compose` joins several)"
         )
-    _check_out(out, ".json")
+    check_out(out, ".json")
     slo = Slo(ttft_seconds=slo_ttft, inter_token_seconds=slo_itl)
     trace = _read(files[0], file_format, session_rate, sample, seed, max_tokens)
     end = seconds if seconds is not None else float("inf")
@@ -202,7 +202,7 @@ def calibrate(
     """
     from kvpilot.agent.calibrate import CalibrateConfig, run_calibration
 
-    _check_out(out, ".json")
+    check_out(out, ".json")
     config = CalibrateConfig(
         out=out,
         model=model,
@@ -260,7 +260,7 @@ def sensitivity(
     from kvpilot.env.replay.sim import SimReplay
     from kvpilot.env.simulator.latency import load_profile
 
-    _check_out(out, ".json")
+    check_out(out, ".json")
     traffic = _read(trace, file_format, session_rate, sample, seed, max_tokens)
     loaded = load_profile(profile)
     engine = _engine(loaded, traffic, pool_mb, page_size, eviction, starvation_seconds, 0.0, 0.0, None, 0)
@@ -394,7 +394,7 @@ def _show(results: list[Any], console: Any) -> None:
     console.print(table)
 
 
-def _check_out(out: Path, suffix: str) -> None:
+def check_out(out: Path, suffix: str) -> None:
     """Before long work."""
     if out.suffix != suffix:
         raise ConfigError(f"out={str(out)!r} is invalid: expected a name that ends in {suffix}")

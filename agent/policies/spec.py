@@ -20,7 +20,7 @@ KINDS = ("named", "static", "hysteresis", "oracle", "exported")
 class PolicySpec:
     """`config` says all that decides what the policy does, `digest` is of the files behind it.
 
-    named {name}; static {knobs}; hysteresis {HysteresisConfig}; oracle {settings, seconds}; exported {path}.
+    named {name}; static {knobs}; hysteresis {HysteresisConfig}; oracle {arguments of OraclePolicy}; exported {path}.
     """
 
     label: str  # in tables; several exported ones with one label are seeds of one policy
@@ -53,7 +53,7 @@ class PolicySpec:
             case "hysteresis":
                 return HysteresisPolicy(HysteresisConfig.from_json(self.config))
             case "oracle":
-                return OraclePolicy(self.config["settings"], self.config["seconds"])
+                return OraclePolicy(**self.config)
             case _:
                 return load_policy(self.config["path"])
 
@@ -68,9 +68,11 @@ def tuned_specs(tuned: "TunedResult") -> list[PolicySpec]:
     return [static_spec(tuned.static_best.knobs, "static-best"), rule]
 
 
-def oracle_spec(portfolio: "tuple[Setting, ...]", seconds: float) -> PolicySpec:
+def oracle_spec(portfolio: "tuple[Setting, ...]", seconds: float, every_seconds: float) -> PolicySpec:
+    """Over the settings of a portfolio; see OraclePolicy."""
     settings = [dict(setting.knobs) for setting in portfolio]
-    return PolicySpec(label="oracle", kind="oracle", config={"settings": settings, "seconds": seconds})
+    config = {"settings": settings, "seconds": seconds, "every_seconds": every_seconds}
+    return PolicySpec(label="oracle", kind="oracle", config=config)
 
 
 def parse_spec(text: str) -> PolicySpec:

@@ -1,0 +1,147 @@
+"""One policy on one episode, as a job for a worker; results are kept, so that nothing is simulated twice."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+from kvpilot.agent.evaluation.workers import Workers
+from kvpilot.agent.policies.spec import PolicySpec
+from kvpilot.engine.errors import KVPilotError
+from kvpilot.env.tuning.episode import Episode
+from kvpilot.env.tuning.reward import ObjectiveReward, RewardWeights
+from kvpilot.env.tuning.rollout import EpisodeResult, run_episode
+from kvpilot.env.tuning.workload import Workload
+
+FORM = 1  # rises when kept results would be misread
+DECIDING = ("engine", "env")  # packages whose code decides what a simulation gives
+NOT_DECIDING = ("server", "kernels", "model", "runners", "codecs", "replay", "calibration", "__pycache__")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """`until_seconds` under control, or the whole episode; decisions every `decide_every` windows."""
+
+    episode: Episode
+    policy: PolicySpec
+    until_seconds: float | None = None
+    decide_every: int = 2
+    weights: RewardWeights = field(default_factory=RewardWeights)
+
+    @cached_property
+    def key(self) -> str:
+        """Of everything that the result depends on, the simulator's code included."""
+        parts = [
+            FORM,
+            code_digest(),
+            episode_hash(self.episode),
+            self.policy.key,
+            self.until_seconds,
+            self.decide_every,
+            self.weights.to_json(),
+        ]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40]
+
+    def __call__(self) -> EpisodeResult:
+        return run_episode(
+            self.episode,
+            self.policy.make(),
+            decide_every=self.decide_every,
+            reward=ObjectiveReward(self.weights),
+            until=self.until_seconds,
+        )
+
+
+@dataclass(frozen=True)
+class KeepingJob:
+    """Runs what is not kept in `folder` yet. Results without a folder are lost with the process."""
+
+    folder: Path | None
+
+    def __call__(self, run: Run) -> EpisodeResult:
+        path = None if self.folder is None else self.folder / f"{run.key}.json"
+        kept = None if path is None else _read(path)
+        if kept is not None:
+            return kept
+        result = run()
+        if path is not None:
+            _keep(result, path)
+        return result
+
+
+Outcome = EpisodeResult | KVPilotError
+
+
+def run_all(
+    workers: Workers[Run, EpisodeResult],
+    runs: Sequence[Run],
+    *,
+    on_done: Callable[[int, Outcome], None] = lambda index, outcome: None,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> list[Outcome]:
+    """Results in the order of `runs`, of equal runs the same one. Raises StoppedError."""
+    first = {run.key: index for index, run in reversed(list(enumerate(runs)))}
+    places = sorted(first.values())
+    outcomes = workers.run(
+        [runs[index] for index in places],
+        on_done=lambda place, outcome: on_done(places[place], outcome),
+        is_stopped=is_stopped,
+    )
+    by_key = {runs[index].key: outcome for index, outcome in zip(places, outcomes, strict=True)}
+    return [by_key[run.key] for run in runs]
+
+
+@cache
+def episode_hash(episode: Episode) -> str:
+    return episode.hash
+
+
+def workload_hash(workload: Workload) -> str:
+    """Of its definition and its traces, whatever split is drawn from: of what it draws first for training."""
+    return episode_hash(workload.with_(split="train").draw(0))
+
+
+@cache
+def code_digest() -> str:
+    """Of the sources that decide what a simulation gives."""
+    digest = hashlib.sha256()
+    for package in DECIDING:
+        _add(files(f"kvpilot.{package}"), digest)
+    return digest.hexdigest()
+
+
+def _add(folder: Traversable, digest: Any) -> None:
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        if entry.is_dir() and entry.name not in NOT_DECIDING:
+            _add(entry, digest)
+        elif entry.name.endswith((".py", ".json")):
+            digest.update(entry.name.encode())
+            digest.update(entry.read_bytes())
+
+
+def _read(path: Path) -> EpisodeResult | None:
+    """None if it is not there, or was cut off by a full disk."""
+    try:
+        return EpisodeResult(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _keep(result: EpisodeResult, path: Path) -> None:
+    """Whole or not at all. Raises KVPilotError: a run that cannot be resumed should not be begun."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(
+            "w", dir=path.parent, suffix=".partial", delete=False, encoding="utf-8"
+        ) as file:
+            json.dump(result.to_json(), file)
+        os.replace(file.name, path)
+    except OSError as error:
+        raise KVPilotError(f"{path} cannot be written: {error.strerror}") from error

@@ -1,0 +1,41 @@
+"""Where Optuna looks for knobs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvpilot.engine.config import KnobBounds
+from kvpilot.engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    import optuna
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSpace:
+    """Narrower than the bounds where there is nothing to find: below a second, and beyond an episode, ttl_seconds
+    does what its neighbours do. Retention is off where size_factor is 0."""
+
+    ttl_seconds: tuple[float, float] = (1.0, 3600.0)
+    lowest_batch: int = 4
+
+    def __post_init__(self) -> None:
+        low, high = self.ttl_seconds
+        if not 0 < low < high:
+            raise ConfigError(f"ttl_seconds={self.ttl_seconds!r} is invalid: expected 0 < low < high")
+
+    def suggest(self, trial: "optuna.Trial", bounds: Mapping[str, KnobBounds]) -> dict[str, float]:
+        """All four knobs, rounded to what can matter."""
+        ttl_high = min(self.ttl_seconds[1], bounds["ttl_seconds"].high)
+        batch = bounds["max_batch"]
+        batch_low = min(max(self.lowest_batch, int(batch.low)), int(batch.high))
+        ttl = trial.suggest_float("ttl_seconds", self.ttl_seconds[0], ttl_high, log=True)
+        size = trial.suggest_float("size_factor", bounds["size_factor"].low, bounds["size_factor"].high)
+        return {
+            "ttl_seconds": float(f"{ttl:.3g}"),
+            "size_factor": round(size, 3),
+            "max_batch": trial.suggest_int("max_batch", batch_low, int(batch.high), log=True),
+            "kv_level": trial.suggest_int(
+                "kv_level", int(bounds["kv_level"].low), int(bounds["kv_level"].high)
+            ),
+        }
