@@ -155,13 +155,14 @@ class Cluster:
         return _lease_record(self._write("Lease", body))
 
     def watch(self, kind: str, on_change: Callable[[], None], stop: threading.Event) -> None:
-        """Calls `on_change` for every change until `stop` is set. Blocks; the caller's own rounds see what is missed."""
+        """Calls `on_change` for every change until `stop` is set. Blocks; the caller's rounds see what is missed."""
         while not stop.is_set():
             try:
                 with self._errors(f"watch {RESOURCES[kind][2]}"):
                     self._watch_once(kind, on_change, stop)
             except ClusterError as error:
-                log.warning("%s", error)
+                if not stop.is_set():
+                    log.warning("%s", error)
                 stop.wait(5)
 
     def _watch_once(self, kind: str, on_change: Callable[[], None], stop: threading.Event) -> None:

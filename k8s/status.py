@@ -58,7 +58,7 @@ def merge_conditions(
                 "type": condition.value,
                 "status": status,
                 "reason": fact.reason,
-                "message": fact.message[:MESSAGE_LIMIT],
+                "message": (fact.message or fact.reason)[:MESSAGE_LIMIT],  # old API servers read "" as null
                 "observedGeneration": generation,
                 "lastTransitionTime": previous["lastTransitionTime"] if same else rfc3339(now),
             }
