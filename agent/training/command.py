@@ -1,0 +1,84 @@
+"""`autotune train`: says what is done, and what came of it."""
+
+import os
+import warnings
+
+from rich.console import Console
+from rich.table import Table
+
+from kvpilot.agent.evaluation.workers import StoppedError
+from kvpilot.agent.training.errors import TrainingError
+from kvpilot.agent.training.request import TrainRequest
+from kvpilot.agent.training.screen import Screen
+from kvpilot.agent.training.training import Trained, open_folder, train
+from kvpilot.env.replay.interrupt import interruptible
+
+
+def run_train(request: TrainRequest, *, resume: bool) -> int:
+    """Returns the exit code: 130 if it was interrupted; the best so far is exported then, and --resume goes on."""
+    import torch
+
+    torch.set_num_threads(1)  # networks this small are slower on several
+    console = Console()
+    open_folder(request, resume=resume)
+    with interruptible() as is_stopped:
+        try:
+            done = train(request, Screen(console), is_stopped)
+        except StoppedError as error:
+            console.print(f"{error}; go on with --resume")
+            return 130
+    console.print(_table(done))
+    console.print(_verdict(done), highlight=False)
+    if done.is_complete:
+        return 0
+    console.print("[yellow]stopped: this is the best so far; go on with --resume[/]")
+    return 130
+
+
+def run_search(request: TrainRequest, trials: int) -> int:
+    """Returns the exit code."""
+    import optuna
+    import torch
+
+    from kvpilot.agent.training.search import search
+
+    torch.set_num_threads(1)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+    console = Console()
+    request.out.mkdir(parents=True, exist_ok=True)
+    with interruptible() as is_stopped:
+        try:
+            path, reward = search(request, trials, Screen(console), is_stopped)
+        except StoppedError as error:
+            console.print(f"{error}; the same command goes on")
+            return 130
+        except TrainingError as error:
+            raise TrainingError(f"{error}; trials done so far are kept: the same command goes on") from error
+    console.print(f"best validation reward {reward:.4f}: {path}; train with --config {path}", highlight=False)
+    return 130 if is_stopped() else os.EX_OK
+
+
+def _table(done: Trained) -> Table:
+    workloads = list(done.point.by_workload)
+    table = Table("validation reward", "mean", *workloads, "changes/h", title="What was learned")
+    for name, score in done.baselines.items():
+        cells = [f"{score.by_workload[workload]:.3f}" for workload in workloads]
+        table.add_row(name, f"{score.reward:.4f}", *cells, f"{score.changes_per_hour:.1f}")
+    for seed, points in done.seeds.items():
+        best = max(points, key=lambda point: point.reward)
+        cells = [f"{best.by_workload[workload]:.3f}" for workload in workloads]
+        marked = "[bold]" if seed == done.best else ""
+        label = f"{marked}seed {seed}, {best.steps} steps of PPO"
+        table.add_row(label, f"{best.reward:.4f}", *cells, f"{best.changes_per_hour:.1f}")
+    return table
+
+
+def _verdict(done: Trained) -> str:
+    best_other = max(score.reward for score in done.baselines.values())
+    gain = done.point.reward - best_other
+    seeds = [max(point.reward for point in points) for points in done.seeds.values()]
+    spread = f"; seeds reach {min(seeds):.4f} to {max(seeds):.4f}" if len(seeds) > 1 else ""
+    learned = f"{gain:+.4f} over the better of static-best and rule{spread}"
+    warning = "" if gain > 0 else ": nothing was won by learning here"
+    return f"{learned}{warning}. Judge it on other episodes with `autotune evaluate`.\n{done.policy}"

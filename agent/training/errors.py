@@ -1,0 +1,7 @@
+"""What can go wrong in training that is not a wrong setting."""
+
+from kvpilot.engine.errors import KVPilotError
+
+
+class TrainingError(KVPilotError):
+    """Training cannot go on; the message says what to do, and what was done so far is kept."""

@@ -1,0 +1,167 @@
+"""One network: cloned, fine-tuned, validated on the way; its best state is kept."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from stable_baselines3.common.logger import configure
+
+from kvpilot.agent.training.checkpoints import load_checkpoint, save_checkpoint
+from kvpilot.agent.training.clone import CloneReport
+from kvpilot.agent.training.demonstrations import Demonstrations
+from kvpilot.agent.training.environments import make_environments
+from kvpilot.agent.training.errors import TrainingError
+from kvpilot.agent.training.export import export
+from kvpilot.agent.training.fine_tuning import Progress, Watch, fine_tune
+from kvpilot.agent.training.networks import Model
+from kvpilot.agent.training.request import TrainRequest
+from kvpilot.agent.training.rounds import cloned
+from kvpilot.agent.training.screen import Screen
+from kvpilot.agent.training.validation import Validator
+
+CHECKPOINT, POINTS, BEST, CURRENT = "checkpoint.pt", "points.json", "best", "current"
+CLONE_SEED, PPO_SEED = 1000, 2000  # apart from those of the labelled episodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A state that was validated. `steps` are decisions of PPO; 0 is the clone."""
+
+    steps: int
+    reward: float  # on the validation episodes
+    by_workload: dict[str, float]
+    changes_per_hour: float
+    training_reward: float | None = None  # per decision, of the last rollouts
+
+
+class SeedRun:
+    """Training of one seed in its own folder, from its beginning or from where it was left."""
+
+    def __init__(
+        self,
+        request: TrainRequest,
+        seed: int,
+        data: Demonstrations,
+        validator: Validator,
+        screen: Screen,
+        is_stopped: Callable[[], bool],
+        on_point: Callable[[Point], None] = lambda point: None,
+    ) -> None:
+        self.request, self.seed, self.data = request, seed, data
+        self.validator, self.screen = validator, screen
+        self.is_stopped, self.on_point = is_stopped, on_point
+        self.folder = request.out / f"seed-{seed}"
+        self.points = read_points(self.folder)
+        self.clone_report: CloneReport | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self.points) and self.points[-1].steps >= self.request.config.ppo.steps
+
+    def run(self) -> list[Point]:
+        """Raises StoppedError, TrainingError; what was reached is in the folder."""
+        if self.is_done:
+            return self.points
+        self.folder.mkdir(parents=True, exist_ok=True)
+        model = self._start()
+        if self.request.config.ppo.steps:
+            self._fine_tune(model)
+        return self.points
+
+    def _start(self) -> Model:
+        """The clone, or what the checkpoint holds."""
+        config = self.request.config
+        with self.screen.stage(f"seed {self.seed}: cloning", config.clone.epochs) as advance:
+            model, self.clone_report = cloned(
+                self.request, self.data, CLONE_SEED + self.seed, lambda epoch: advance(epoch, "")
+            )
+            advance(config.clone.epochs, _in_words(self.clone_report))
+        checkpoint = self.folder / CHECKPOINT
+        if checkpoint.exists():
+            load_checkpoint(model, checkpoint)
+        else:
+            self._note(model, None)
+        return model
+
+    def _fine_tune(self, model: Model) -> None:
+        config = self.request.config
+        episodes = [self.request.training_episode(k) for k in range(self.request.num_training_episodes)]
+        seed = [PPO_SEED, self.seed, model.num_timesteps]
+        env = make_environments(config, self.request.actions, self.request.weights, episodes, seed)
+        try:
+            model.set_env(env)
+            model.set_logger(
+                configure(str(self.request.out / "tensorboard" / f"seed-{self.seed}"), ["tensorboard"])
+            )
+            label = f"seed {self.seed}: PPO"
+            with self.screen.stage(label, config.ppo.steps) as advance:
+                watch = Watch(
+                    self.is_stopped, lambda progress: advance(progress.steps, self._words(progress))
+                )
+                fine_tune(
+                    model,
+                    steps=config.ppo.steps,
+                    every_steps=config.selection.every_steps,
+                    checkpoint=self.folder / CHECKPOINT,
+                    watch=watch,
+                    on_pause=lambda steps: self._note(model, watch.reward),
+                )
+        finally:
+            close_quietly(env)
+
+    def _note(self, model: Model, training_reward: float | None) -> None:
+        """Validates, keeps the state if it is the best so far, and says so on disk."""
+        export(model.policy, self.request, self.data, self.folder / CURRENT, {})
+        score = self.validator.exported(self.folder / CURRENT)
+        is_best = score.reward > max((point.reward for point in self.points), default=-math.inf)
+        point = Point(steps=model.num_timesteps, training_reward=training_reward, **score._asdict())
+        if is_best:
+            evaluation = {"split": "validation", "seed": self.seed, **asdict(point)}
+            export(model.policy, self.request, self.data, self.folder / BEST, evaluation)
+        self.points.append(point)
+        write_json(self.folder / POINTS, [asdict(one) for one in self.points])
+        if not model.num_timesteps:
+            save_checkpoint(model, self.folder / CHECKPOINT)
+        self.on_point(point)
+
+    def _words(self, progress: Progress) -> str:
+        best = max(point.reward for point in self.points)
+        return f"reward {progress.reward:.4f}, validation {self.points[-1].reward:.4f} (best {best:.4f})"
+
+
+def close_quietly(env: Any) -> None:
+    """Its processes may have died already."""
+    try:
+        env.close()
+    except (BrokenPipeError, EOFError, ConnectionResetError):
+        for process in getattr(env, "processes", []):
+            process.kill()
+
+
+def read_points(folder: Path) -> list[Point]:
+    """Empty where the seed was not begun. Raises TrainingError."""
+    path = folder / POINTS
+    if not path.exists():
+        return []
+    try:
+        return [Point(**values) for values in json.loads(path.read_text(encoding="utf-8"))]
+    except (ValueError, TypeError) as error:
+        raise TrainingError(
+            f"{path} is malformed ({error}); delete {folder} to train this seed again"
+        ) from error
+
+
+def write_json(path: Path, values: Any) -> None:
+    """Whole or not at all."""
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def _in_words(report: CloneReport) -> str:
+    if math.isnan(report.clone):
+        return ""
+    return f"chooses {report.clone:.4f} (fixed {report.fixed:.4f}, rule {report.rule:.4f}, best {report.best:.4f})"

@@ -1,0 +1,115 @@
+"""`autotune train`: demonstrations, clones, PPO, selection, one exported policy."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from kvpilot.agent.evaluation.workers import StoppedError
+from kvpilot.agent.policies.exported import load_exported
+from kvpilot.agent.training.config import TrainConfig, read_config, to_toml
+from kvpilot.agent.training.errors import TrainingError
+from kvpilot.agent.training.export import provenance
+from kvpilot.agent.training.request import TrainRequest
+from kvpilot.agent.training.rounds import demonstrate
+from kvpilot.agent.training.screen import Screen
+from kvpilot.agent.training.seeds import BEST, Point, SeedRun, write_json
+from kvpilot.agent.training.validation import Score, Validator
+
+CONFIG, INPUTS, REPORT, POLICY = "config.toml", "inputs.json", "training.json", "policy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What came of it. `seeds` are the validated points by seed; `best` names the seed whose best one is exported."""
+
+    baselines: dict[str, Score]
+    seeds: dict[int, list[Point]]
+    best: int
+    is_complete: bool
+    policy: Path
+
+    @property
+    def point(self) -> Point:
+        return _best_of(self.seeds[self.best])
+
+
+def train(request: TrainRequest, screen: Screen, is_stopped: Callable[[], bool]) -> Trained:
+    """Raises StoppedError if it was interrupted before anything could be exported, TrainingError."""
+    data = demonstrate(request, screen, is_stopped)
+    screen.say(f"{len(data)} decisions, {data.num_labelled} with look-aheads")
+    with Validator(request, is_stopped) as validator:
+        with screen.stage("validating static-best and the rule", 2 * validator.num_episodes) as advance:
+            baselines = validator.baselines(lambda done: advance(done, ""))
+        seeds: dict[int, list[Point]] = {}
+        is_complete = True
+        for seed in range(request.config.first_seed, request.config.first_seed + request.config.seeds):
+            run = SeedRun(request, seed, data, validator, screen, is_stopped)
+            try:
+                run.run()
+            except StoppedError:
+                is_complete = False
+            if run.points:
+                seeds[seed] = run.points
+            is_complete &= run.is_done
+            if is_stopped():
+                break
+    if not seeds:
+        raise StoppedError("stopped before a policy was validated")
+    return _conclude(request, baselines, seeds, is_complete)
+
+
+def _conclude(
+    request: TrainRequest, baselines: dict[str, Score], seeds: dict[int, list[Point]], is_complete: bool
+) -> Trained:
+    best = max(seeds, key=lambda seed: _best_of(seeds[seed]).reward)
+    folder = request.out / POLICY
+    shutil.copytree(request.out / f"seed-{best}" / BEST, folder, dirs_exist_ok=True)
+    done = Trained(baselines=baselines, seeds=seeds, best=best, is_complete=is_complete, policy=folder)
+    report: dict[str, Any] = {
+        "kvpilot_training": 1,
+        "is_complete": is_complete,
+        "best_seed": best,
+        "policy_hash": load_exported(folder).hash,
+        "baselines": {name: score._asdict() for name, score in baselines.items()},
+        "seeds": {seed: [asdict(point) for point in points] for seed, points in seeds.items()},
+        "provenance": provenance(request),
+    }
+    write_json(request.out / REPORT, report)
+    return done
+
+
+def open_folder(request: TrainRequest, *, resume: bool) -> None:
+    """Begins a folder for this request, or checks that it is the one to go on with. Raises TrainingError."""
+    out, config, inputs = request.out, request.out / CONFIG, request.out / INPUTS
+    tuned = sha256(request.tuned_path.read_bytes()).hexdigest()
+    values = {"tuned_sha256": tuned, "workloads": request.hashes}
+    if not config.exists():
+        if resume:
+            raise TrainingError(f"{out} holds no training to resume: there is no {config}")
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(inputs, values)
+        config.write_text(to_toml(request.config), encoding="utf-8")
+        return
+    if not resume:
+        raise TrainingError(f"{out} holds a training: go on with --resume, or name another folder with --out")
+    if read_config(config) != request.config:
+        raise TrainingError(f"{config} differs from this config: leave --config out, or name another --out")
+    begun = json.loads(inputs.read_text(encoding="utf-8"))
+    changed = [name for name, value in values.items() if begun.get(name) != value]
+    if changed:
+        raise TrainingError(
+            f"{out} was begun with other {' and '.join(changed)}: name the same --tuned and traffic, or another --out"
+        )
+
+
+def resumed_config(out: Path) -> TrainConfig:
+    """The config that a training in `out` was begun with."""
+    return read_config(out / CONFIG)
+
+
+def _best_of(points: list[Point]) -> Point:
+    return max(points, key=lambda point: point.reward)

@@ -1,0 +1,76 @@
+import random
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from kvpilot.agent.training.config import TrainConfig
+from kvpilot.agent.training.networks import Normalization
+
+BEST = 3
+
+
+class OneKnob(gymnasium.Env):
+    """One knob with the values 0 to 4; reward falls with its distance from BEST. Action n sets n - 1, 0 holds."""
+
+    def __init__(self, length: int = 16) -> None:
+        self.observation_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+        self.action_space = spaces.Discrete(6)
+        self.length = length
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.knob, self.step_number = int(self.np_random.integers(5)), 0
+        return self._observe(), {}
+
+    def step(self, action):
+        if action:
+            self.knob = int(action) - 1
+        self.step_number += 1
+        return self._observe(), self.reward(), False, self.step_number >= self.length, {}
+
+    def reward(self) -> float:
+        return 1.0 - abs(self.knob - BEST) / 2
+
+    def _observe(self):
+        return np.array([self.knob / 4, 1.0], np.float32)
+
+
+class BrokenReward(OneKnob):
+    def reward(self) -> float:
+        return float("nan")
+
+    def step(self, action):
+        *rest, _ = super().step(action)
+        return (*rest, {"reward_parts": {"hit": 0.5, "latency_savings": float("nan")}})
+
+
+@pytest.fixture
+def small() -> TrainConfig:
+    """Learns fast from nothing, unlike the defaults, which start from a clone."""
+    return TrainConfig(seeds=1).with_(
+        environment={"stack": 1},
+        clone={"hidden": (16,), "epochs": 100},
+        ppo={"envs": 2, "rollout_steps": 64, "batch_size": 64, "epochs": 10, "steps": 4096}
+        | {"learning_rate": 3e-3, "clip": 0.2, "target_kl": 0.2, "discount": 0.8},
+    )
+
+
+@pytest.fixture
+def normalization() -> Normalization:
+    return Normalization(mean=np.array([0.5, 0.9], np.float32), std=np.array([0.4, 1.0], np.float32))
+
+
+@pytest.fixture(autouse=True)
+def one_thread_and_own_randomness():
+    """stable-baselines3 seeds the process-wide generators: leave them as they were."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
