@@ -404,6 +404,25 @@ class TestCluster:
         mine.sort(key=lambda event: int(event["metadata"]["resourceVersion"]))
         return [(event["type"], event["reason"]) for event in mine]
 
+    def wait_for_events(self, name: str, expected: list[tuple[str, str]]) -> None:
+        try:
+            wait_for(lambda: self.events(name) == expected, "")
+        except AssertionError:
+            pytest.fail(f"events of {name}: {self.events(name)}, expected {expected}")
+
+    def wait_for_generation(self, name: str, generation: int) -> None:
+        """Until the operator has seen a change of the specification."""
+        wait_for(
+            lambda: self.get("KVPolicy", name).get("status", {}).get("observedGeneration") == generation,
+            f"generation {generation} of {name} is observed",
+        )
+
+
+def wait_for_later_second(resource: dict[str, Any]) -> bool:
+    """Creation times have a resolution of a second: waits until a new resource is younger than this one."""
+    created = resource["metadata"]["creationTimestamp"]
+    return wait_for(lambda: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()) > created, "the next second")
+
 
 @pytest.fixture(scope="session")
 def cluster(bare_api_server, render) -> TestCluster:
@@ -446,4 +465,11 @@ def start_operator(cluster, tmp_path) -> Iterator[Callable[..., subprocess.Popen
 
 @pytest.fixture(scope="session")
 def helpers() -> SimpleNamespace:
-    return SimpleNamespace(wait_for=wait_for, path_of=path_of, manifests=MANIFESTS, namespace=NAMESPACE)
+    return SimpleNamespace(
+        wait_for=wait_for,
+        wait_for_later_second=wait_for_later_second,
+        path_of=path_of,
+        manifests=MANIFESTS,
+        namespace=NAMESPACE,
+        free_ports=free_ports,
+    )
