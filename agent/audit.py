@@ -2,7 +2,9 @@
 
 import json
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from kvpilot.engine.errors import KVPilotError
 
@@ -46,3 +48,37 @@ class AuditLog:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+class AuditLine(NamedTuple):
+    number: int  # from 1, in the file
+    record: dict[str, Any]
+
+    @property
+    def kind(self) -> str:
+        return str(self.record.get("kind", ""))
+
+
+def read_audit(path: Path, on_torn: Callable[[int], None] = lambda number: None) -> Iterator[AuditLine]:
+    """The records in order. A line torn by a crash or a full disk is told by its number and left out.
+
+    Raises AuditError if the file cannot be read, or holds no record at all.
+    """
+    found = 0
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    record = json.loads(line)
+                except ValueError:
+                    on_torn(number)
+                    continue
+                if isinstance(record, dict) and "kind" in record:
+                    found += 1
+                    yield AuditLine(number, record)
+                else:
+                    on_torn(number)
+    except OSError as error:
+        raise AuditError(f"audit={str(path)!r} cannot be read: {error.strerror}") from error
+    if not found:
+        raise AuditError(f"audit={str(path)!r} holds no decision: expected what `autotune run` wrote")

@@ -10,7 +10,16 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from kvpilot.agent import bench_cli, operator_cli, replay_cli, run_cli, trace_cli, train_cli, tune_cli
+from kvpilot.agent import (
+    bench_cli,
+    evaluate_cli,
+    operator_cli,
+    replay_cli,
+    run_cli,
+    trace_cli,
+    train_cli,
+    tune_cli,
+)
 from kvpilot.engine.config import EngineConfig, Knobs
 from kvpilot.engine.errors import ConfigError, KVPilotError
 
@@ -44,6 +53,7 @@ run_cli.register(app)
 replay_cli.register(app)
 operator_cli.register(app)
 tune_cli.register(app)
+evaluate_cli.register(app)
 train_cli.register(app)
 
 SETTINGS = {  # what errors call by its name in the configuration, and the option
@@ -74,6 +84,7 @@ SETTINGS = {  # what errors call by its name in the configuration, and the optio
             *(
                 "threads",
                 "dtype",
+                "config",
                 "state",
                 "listen",
                 "mode",

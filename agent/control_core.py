@@ -8,8 +8,7 @@ from typing import Protocol
 from kvpilot.agent import guard
 from kvpilot.agent.control_nouns import Failure, Inputs, Outcome, RestartProposal
 from kvpilot.agent.guard import GuardLimits, Memory, Reason, Refusal
-from kvpilot.agent.guard.changes import check_quality, narrow_all
-from kvpilot.agent.guard.observation import outside
+from kvpilot.agent.guard.changes import check_quality, narrow
 from kvpilot.agent.guard.review import is_open
 from kvpilot.engine.config import KnobBounds
 from kvpilot.env.observation import Observation
@@ -19,7 +18,9 @@ from kvpilot.env.policy import KnobValues, Proposal
 class Proposer(Protocol):
     """A policy behind a deadline, or one in a replay."""
 
-    envelope: Mapping[str, tuple[float, float]]  # of its training; empty: not known
+    def outside(self, observation: Observation) -> str:
+        """How the observation differs from all that the policy was trained on; empty: it does not."""
+        ...
 
     def reset(self) -> None: ...
 
@@ -127,14 +128,14 @@ def _propose(
     if is_open(plan.memory, inputs.now):
         detail = f"{plan.memory.failures} failures in a row"
         return replace(plan, refusals=(Refusal(Reason.BREAKER, None, detail),))
-    shown = narrow_all(state.bounds, inputs.control.allowed)
-    beyond = tuple(outside(observation, policy.envelope))
+    strange = policy.outside(observation)
+    beyond = (Refusal(Reason.OUTSIDE, None, strange),) if strange else ()
     if beyond:
-        answer = policy.propose_outside(observation, state.requested, shown)
+        answer = policy.propose_outside(observation, state.requested, state.bounds)
         if answer is None:
             return replace(plan, refusals=beyond)
     else:
-        answer = policy.propose(observation, state.requested, shown)
+        answer = policy.propose(observation, state.requested, state.bounds)
     if isinstance(answer, Failure):
         memory = guard.note_failure(plan.memory, now=inputs.now, limits=limits)
         return replace(plan, memory=memory, refusals=(*beyond, answer.refusal), failure=answer)
@@ -201,8 +202,9 @@ def _restarts(
         if not isinstance(value, int | float) or not math.isfinite(value):
             continue
         assert refusal.knob is not None
-        limit = narrow_all(inputs.state.bounds, inputs.control.allowed)[refusal.knob]
-        inside = min(max(value, limit.low), limit.high)
+        allowed = inputs.control.allowed.get(refusal.knob, (None, None))
+        limit = narrow(inputs.state.bounds[refusal.knob], *allowed)
+        inside = max(min(value, limit.high), limit.low)
         inside = round(inside) if limit.integer else float(inside)
         how = how_to_restart(refusal.knob, inside)
         proposals.append(RestartProposal(knob=refusal.knob, value=inside, how=how))

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
 from kvpilot.agent.client import KnobState, PatchResult
-from kvpilot.agent.guard import Memory, Refusal
+from kvpilot.agent.guard import Memory, Reason, Refusal
 from kvpilot.agent.guard.changes import Allowed
 from kvpilot.engine.config import KnobBounds
 from kvpilot.engine.errors import ConfigError
@@ -157,14 +157,16 @@ def inputs_from_dict(values: Mapping[str, Any]) -> Inputs:
 
 
 def refusal_from(entry: Any) -> Refusal:
-    from kvpilot.agent.guard import Reason
-
     reason, knob, detail = entry
     return Refusal(Reason(reason), knob, detail)
 
 
 def memory_as_dict(memory: Memory) -> dict[str, Any]:
     return _jsonable(memory.as_dict())
+
+
+def memory_from_dict(values: Mapping[str, Any]) -> Memory:
+    return Memory.from_dict(_from_jsonable(dict(values)))
 
 
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}

@@ -13,12 +13,6 @@ from kvpilot.env.observation import Observation
 from kvpilot.env.policy import KnobValues, Policy, Proposal
 
 log = logging.getLogger("kvpilot.agent")
-Envelope = Mapping[str, tuple[float, float]]
-
-
-def envelope_of(policy: Policy) -> Envelope:
-    """The signals' ranges that a learned policy was trained on; empty where it does not say."""
-    return getattr(policy, "training_envelope", None) or {}
 
 
 class DeadlinePolicy:
@@ -27,7 +21,6 @@ class DeadlinePolicy:
 
     def __init__(self, policy: Policy, *, deadline_seconds: float, fallback: Policy | None = None) -> None:
         self.policy, self.fallback, self.deadline_seconds = policy, fallback, deadline_seconds
-        self.envelope = envelope_of(policy)
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
         self._busy = threading.Event()
         self._reset_due = False
@@ -36,6 +29,13 @@ class DeadlinePolicy:
     @property
     def name(self) -> str:
         return self.policy.name
+
+    def outside(self, observation: Observation) -> str:
+        """A learned policy knows what it was trained on; a rule has no such bounds."""
+        distance = getattr(self.policy, "envelope_distance", None)
+        if distance is None or not self.policy.is_outside_envelope(observation):  # pyright: ignore[reportAttributeAccessIssue]
+            return ""
+        return f"{distance(observation):.2f} beyond the training windows, where every signal spans 1"
 
     def reset(self) -> None:
         """Takes effect before the next proposal."""

@@ -245,6 +245,7 @@ class Controller:
         except AuditError as error:
             return self._tell(_refused(draft, Outcome.HELD, Refusal(Reason.AUDIT, None, str(error))), inputs)
         self._remember(draft, inputs)
+        known = {"id": replayable["id"]}
         try:
             result = self.engine.patch(draft.changes, expected_revision=draft.revision)
             self._revision = result.revision
@@ -255,21 +256,21 @@ class Controller:
                 _refused(draft, Outcome.HELD, Refusal(Reason.CONFLICT, None, str(error))), inputs
             )
         except KnobInvalidError as error:
-            return self._failed(draft, inputs, Refusal(Reason.INVALID, None, str(error)))
+            return self._failed(draft, inputs, known, Refusal(Reason.INVALID, None, str(error)))
         except (EngineUnavailableError, UnauthorizedError) as error:
             self._in_doubt = dict(draft.changes)
-            return self._failed(draft, inputs, Refusal(_reason(error), None, str(error)))
+            return self._failed(draft, inputs, known, Refusal(_reason(error), None, str(error)))
         draft = replace(draft, knobs=dict(state.effective), revision=result.revision)
         missing = [name for name, value in draft.changes.items() if state.requested.get(name) != value]
         if missing and state.revision == result.revision:
             self.memory = step_back(self.memory, inputs.state.requested, state.requested)
             detail = f"accepted, but {', '.join(missing)} did not change"
-            return self._failed(draft, inputs, Refusal(Reason.PARTIAL, None, detail))
+            return self._failed(draft, inputs, known, Refusal(Reason.PARTIAL, None, detail))
         self.memory = guard.note_success(self.memory)
         effective = all(state.effective.get(name) == value for name, value in draft.changes.items())
         self._pending = {} if effective else dict(draft.changes)
         done = Outcome.STEPPED_BACK if draft.is_step_back else Outcome.APPLIED
-        return self._record(replace(draft, outcome=done if effective else Outcome.PENDING), inputs)
+        return self._record(replace(draft, outcome=done if effective else Outcome.PENDING), inputs, known)
 
     def _remember(self, draft: Decision, inputs: Inputs) -> None:
         self.memory = guard.note_change(
@@ -282,9 +283,9 @@ class Controller:
             reuse_seconds=inputs.reuse_seconds,
         )
 
-    def _failed(self, draft: Decision, inputs: Inputs, refusal: Refusal) -> Decision:
+    def _failed(self, draft: Decision, inputs: Inputs, known: dict[str, Any], refusal: Refusal) -> Decision:
         self.memory = guard.note_failure(self.memory, now=self.clock(), limits=self.limits)
-        return self._record(_refused(draft, Outcome.FAILED, refusal), inputs)
+        return self._record(_refused(draft, Outcome.FAILED, refusal), inputs, known)
 
     def _settle(self, state: KnobState) -> None:
         """Says so when a pending change has become effective."""
@@ -345,6 +346,7 @@ def _replayable(before: Memory, inputs: Inputs, plan: Plan) -> dict[str, Any]:
     """What it takes to take the decision again; the policy and the limits stand in the line of kind `setup`."""
     failure = None if plan.failure is None else list(plan.failure.refusal)
     return {
+        "id": f"{inputs.unix_time:.6f}",
         "memory": memory_as_dict(before),
         "inputs": inputs_as_dict(inputs),
         "failure": failure,

@@ -84,15 +84,6 @@ def narrow(limit: KnobBounds, low: float | None, high: float | None) -> KnobBoun
     )
 
 
-def narrow_all(bounds: Mapping[str, KnobBounds], allowed: Allowed) -> dict[str, KnobBounds]:
-    """What a policy is shown: where the intersection is empty, the engine's bounds."""
-    shown = {}
-    for name, limit in bounds.items():
-        inner = narrow(limit, *allowed.get(name, (None, None)))
-        shown[name] = inner if inner.low <= inner.high else limit
-    return shown
-
-
 def check_quality(
     changes: Mapping[str, float], knobs: Mapping[str, float], loss: float | None, budget: float | None
 ) -> Refusal | None:

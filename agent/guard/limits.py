@@ -1,10 +1,12 @@
 """What the guard enforces, as numbers. A limit is never guessed: a knob without one is not changed."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import log
+from typing import Any
 
 from kvpilot.agent.guard.slo import SloLimits
+from kvpilot.engine.errors import ConfigError
 
 KNOBS = ("ttl_seconds", "size_factor", "max_batch", "kv_level")
 
@@ -80,3 +82,17 @@ class GuardLimits:
     freeze_seconds: float = 300.0  # after someone else has changed the knobs
     max_failures: int = 3  # of policy or engine in a row, before the circuit breaker opens
     breaker_seconds: float = 300.0
+
+
+def limits_as_dict(limits: GuardLimits) -> dict[str, Any]:
+    """Plain values, for the audit log."""
+    return asdict(limits)
+
+
+def limits_from_dict(values: Mapping[str, Any]) -> GuardLimits:
+    """What `limits_as_dict` gave, also after a round trip through JSON. Raises ConfigError."""
+    try:
+        steps = {name: Step(**step) for name, step in values["steps"].items()}
+        return GuardLimits(**{**values, "steps": steps, "slo": SloLimits(**values["slo"])})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"limits={values!r:.80} are not what this version wrote: {error!r}") from error

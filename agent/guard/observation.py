@@ -1,7 +1,6 @@
 """Whether a decision may rest on an observation at all."""
 
 import math
-from collections.abc import Mapping
 
 from kvpilot.agent.guard.limits import GuardLimits
 from kvpilot.agent.guard.reasons import Reason, Refusal
@@ -43,16 +42,4 @@ def check_observation(
         refuse(Reason.WINDOW, f"{observation.seconds:.1f} s, allowed (0, {limits.max_window_seconds:g}] s")
     if observation.idle and (observation.running or observation.waiting):
         refuse(Reason.FROZEN, "requests are under way and no series moved")
-    return refusals
-
-
-def outside(observation: Observation, envelope: Mapping[str, tuple[float, float]]) -> list[Refusal]:
-    """Signals beyond what the policy saw in training. One that was not measured was not seen to be inside."""
-    refusals = []
-    for name, (low, high) in envelope.items():
-        value = getattr(observation, name, None)
-        if value is None or not low <= value <= high:
-            refusals.append(
-                Refusal(Reason.OUTSIDE, None, f"{name} is {value}, trained on [{low:g}, {high:g}]")
-            )
     return refusals

@@ -9,14 +9,18 @@ from typer.testing import CliRunner
 
 from kvpilot.agent import cli, demo, serve
 from kvpilot.agent import run as run_module
-from kvpilot.agent.controller import Mode
+from kvpilot.agent.control_nouns import Mode
 from kvpilot.engine.config import EngineConfig, Knobs
 
 FLAGS = {
     "serve": "admin-port admin-token-file dtype eviction host kv-level ladder max-batch max-batch-ceiling "
     "max-model-len max-waiting model page-size pool-bytes pool-mb port prefill-chunk record size-factor "
     "starvation-seconds threads ttl",
-    "run": "admin-url audit decide-every interval min-change-seconds mode policy timeout token-file url",
+    "run": "admin-url audit config control-file counterfactual decision interval kill-file listen log-format "
+    "min-change-seconds mode outside pod-name policy prometheus-url selector slo-itl slo-ttft source state target "
+    "timeout token-file url",
+    "audit": "json knob last outcome reason replay since",
+    "safe-mode": "leave state",
     "demo": "model out pool-mb quick seconds-per-phase seed",
     "bench quality": "json model quick table threads windows",
     "knobs get": "admin-url json token-file",
@@ -73,7 +77,7 @@ def test_run_and_demo_parse_to_a_config(monkeypatch):
     monkeypatch.setattr(demo, "run_demo", lambda config: seen.append(config) or 0)
     call("run", "--mode", "auto", "--interval", "2")
     call("demo", "--quick", "--seed", "7")
-    assert (seen[0].mode, seen[0].interval_seconds, seen[0].decide_every) == (Mode.AUTO, 2.0, 3)
+    assert (seen[0].mode, seen[0].interval_seconds, seen[0].decide_every) == (Mode.AUTO, 2.0, 30)
     assert (seen[1].seconds_per_phase, seen[1].seed) == (4.0, 7)
 
 

@@ -83,7 +83,10 @@ def test_advisory_is_the_default_and_writes_nothing(engine, token, tmp_path):
     client = EngineClient(url=engine.url, admin_url=engine.url, token=token)
     limits = GuardLimits(min_windows=1)
     controller = Controller(
-        engine=client, policy=Wish(kv_level=1), audit=AuditLog(tmp_path / "audit.jsonl"), limits=limits,
+        engine=client,
+        policy=Wish(kv_level=1),
+        audit=AuditLog(tmp_path / "audit.jsonl"),
+        limits=limits,
         window_seconds=1e-3,
     )
     controller.tick()

@@ -25,7 +25,14 @@ def loop(engine, token, tmp_path):
     """`autotune run` in mode auto against the fake engine."""
     (tmp_path / "token").write_text(token)
     where = ["--url", engine.url, "--admin-url", engine.url, "--token-file", str(tmp_path / "token")]
-    pace = ["--interval", "0.1", "--decide-every", "1", "--min-change-seconds", "0"]
+    pace = ["--config", str(tmp_path / "fast.yaml")]
+    fast = {
+        "interval_seconds": 0.1,
+        "decision_seconds": 0.1,
+        "guard": {"min_change_seconds": 0, "settle_seconds": 0},
+    }
+    fast["guard"] = {"min_change_seconds": 0}
+    (tmp_path / "fast.yaml").write_text(json.dumps({**fast, "state": str(tmp_path / "state.json")}))
     audit = ["--audit", str(tmp_path / "audit.jsonl")]
     command = [*AUTOTUNE, "run", "--mode", "auto", *where, *pace, *audit]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

@@ -1,0 +1,173 @@
+"""What the proposed knobs would have given: the recorded traffic, simulated in a process of its own beside the loop.
+
+The simulation has the lowest priority and its memory goes when it ends, so that the sidecar stays small.
+"""
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+from kvpilot.agent.audit import AuditError, AuditLog
+from kvpilot.agent.config import CounterfactualSettings, RunSettings
+from kvpilot.agent.control_nouns import Decision, Inputs, Outcome
+from kvpilot.engine.errors import ConfigError, KVPilotError
+
+log = logging.getLogger("kvpilot.agent")
+WORKER = "kvpilot.agent.counterfactual_worker"
+FIGURES = ("hit_rate", "ttft_p99_seconds", "e2e_mean_seconds", "objective")
+
+
+class CounterfactualError(KVPilotError):
+    """The simulation gave no answer; the message holds what it said."""
+
+
+class Figures(Protocol):
+    """Told of every result; AgentMetrics is the one that shows them."""
+
+    def set_counterfactual(
+        self, proposed: Mapping[str, float | None], present: Mapping[str, float | None]
+    ) -> None: ...
+
+
+class Question(NamedTuple):
+    present: dict[str, float]
+    proposed: dict[str, float]  # equal to `present` where the policy wants what is
+
+
+class Counterfactual:
+    """A context manager; simulates from entry to exit, whenever the last question is `every_seconds` old."""
+
+    def __init__(
+        self,
+        settings: CounterfactualSettings,
+        slo: Mapping[str, float | None],
+        audit: AuditLog,
+        figures: Figures,
+    ) -> None:
+        assert settings.trace is not None
+        if not settings.trace.exists():
+            raise ConfigError(
+                f"counterfactual.trace={str(settings.trace)!r} is invalid: there is no such file; "
+                "`autotune serve --record FILE` writes one"
+            )
+        self._settings, self._slo, self._audit, self._figures = settings, dict(slo), audit, figures
+        self._question: Question | None = None
+        self._stop = threading.Event()
+        self._asked = threading.Event()
+        self._worker: subprocess.Popen[str] | None = None
+        self._thread = threading.Thread(target=self._work, name="counterfactual", daemon=True)
+
+    @classmethod
+    def from_settings(
+        cls, settings: RunSettings, audit: AuditLog, figures: Figures
+    ) -> "Counterfactual | None":
+        if settings.counterfactual.trace is None:
+            return None
+        return cls(settings.counterfactual, settings.slo.model_dump(), audit, figures)
+
+    def __enter__(self) -> "Counterfactual":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._asked.set()
+        if self._worker is not None:
+            self._worker.kill()
+        self._thread.join(5)
+
+    def note(self, decision: Decision, inputs: Inputs | None) -> None:
+        """Remembers what the policy wants, as far as the engine has it; of decisions only."""
+        if inputs is None or decision.outcome in (Outcome.OBSERVED, Outcome.HELD):
+            return
+        present = dict(inputs.state.requested)
+        self._question = Question(present, {**present, **_clipped(decision.wanted, inputs)})
+        self._asked.set()
+
+    def _work(self) -> None:
+        while not self._stop.is_set():
+            self._asked.wait()
+            question = self._question
+            if question is not None and not self._stop.is_set():
+                self._answer(question)
+            self._asked.clear()
+            self._stop.wait(self._settings.every_seconds)
+
+    def _answer(self, question: Question) -> None:
+        try:
+            answer = self.simulate(question)
+        except CounterfactualError as error:
+            if not self._stop.is_set():
+                log.warning("no counterfactual: %s", error)
+            return
+        proposed, present = answer["proposed"], answer["present"]
+        self._figures.set_counterfactual(proposed, present)
+        log.info("counterfactual over %d requests: %s", answer["requests"], in_words(question, answer))
+        record = {
+            "kind": "counterfactual",
+            "time": round(time.time(), 3),
+            **question._asdict(),
+            "result": answer,
+        }
+        try:
+            self._audit.write(record)
+        except AuditError as error:
+            log.warning("%s", error)
+
+    def simulate(self, question: Question) -> dict[str, Any]:
+        """Runs the worker; CounterfactualError if it fails or takes longer than `timeout_seconds`."""
+        settings = self._settings
+        job = {
+            **question._asdict(),
+            "trace": str(settings.trace),
+            "profile": settings.profile,
+            "pool_bytes": settings.pool_bytes,
+            "window_seconds": settings.window_seconds,
+            "slo": self._slo,
+        }
+        command = [sys.executable, "-P", "-m", WORKER]
+        self._worker = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        try:
+            out, err = self._worker.communicate(json.dumps(job), timeout=settings.timeout_seconds)
+        except subprocess.TimeoutExpired:
+            self._worker.kill()
+            self._worker.communicate()
+            raise CounterfactualError(
+                f"no answer within {settings.timeout_seconds:g} s: shorten counterfactual.window_seconds"
+            ) from None
+        if self._worker.returncode != 0:
+            raise CounterfactualError(err.strip().splitlines()[-1] if err.strip() else "the worker died")
+        return json.loads(out)
+
+
+def in_words(question: Question, answer: Mapping[str, Any]) -> str:
+    """Present -> proposed, figure by figure."""
+    changed = [
+        f"{name}={value:g}" for name, value in question.proposed.items() if value != question.present[name]
+    ]
+    figures = ", ".join(
+        f"{name} {_short(answer['present'][name])} -> {_short(answer['proposed'][name])}" for name in FIGURES
+    )
+    return f"{' '.join(changed) or 'no change wanted'}: {figures}"
+
+
+def _short(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _clipped(wanted: Mapping[str, object], inputs: Inputs) -> dict[str, float]:
+    clipped: dict[str, float] = {}
+    for name, value in wanted.items():
+        limit = inputs.state.bounds.get(name)
+        if limit is None or isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+            continue
+        inside = min(max(value, limit.low), limit.high)
+        clipped[name] = round(inside) if limit.integer else float(inside)
+    return clipped
