@@ -132,14 +132,9 @@ class ApiServer:
     def stop(self) -> None:
         for api in self._apis:
             api.close()
-        for child in reversed(self._children):
-            child.terminate()
-        for child in self._children:
-            try:
-                child.wait(20)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
+        for child in reversed(self._children):  # nothing of theirs is kept
+            child.kill()
+            child.wait()
 
     def api(self, token: str = ADMIN, *, impersonate: str | None = None) -> Any:
         """A client; `impersonate` is the user to act as, e.g. system:serviceaccount:NAMESPACE:NAME."""
@@ -268,6 +263,7 @@ class TestCluster:
 
     def __init__(self, server: ApiServer, resources: list[dict[str, Any]]) -> None:
         self.server, self.resources = server, resources
+        self.stop_operators: Callable[[], None] = lambda: None
         self._count = 0
 
     def install(self) -> None:
@@ -317,29 +313,34 @@ class TestCluster:
         self._count += 1
         return f"engine-{self._count}"
 
-    def deploy(self, name: str, replicas: int) -> list[dict[str, Any]]:
-        """The engine's Deployment under another name, all its pods ready as if kubelets ran them."""
+    def deploy(self, name: str, replicas: int, *, port: int = 8000, network: int = 1) -> list[dict[str, Any]]:
+        """The engine's Deployment under another name, all its pods ready as if kubelets ran them.
+
+        Their addresses are 127.0.`network`.1 and so on, their metrics on `port`.
+        """
         labels = {"app.kubernetes.io/name": name}
         deployment = self.manifest("Deployment", "kvpilot-engine")
         deployment["metadata"] = {"name": name, "namespace": NAMESPACE, "labels": labels}
         deployment["spec"].update(replicas=replicas, selector={"matchLabels": labels})
         deployment["spec"]["template"]["metadata"]["labels"] = labels
+        (engine,) = deployment["spec"]["template"]["spec"]["containers"]
+        engine["ports"] = [{"name": "http", "containerPort": port}]
         for volume in deployment["spec"]["template"]["spec"]["volumes"]:
             if volume["name"] == "control":
                 volume["configMap"]["name"] = f"{name}-control"
         self.create(deployment)
-        return self.run_pods(name, replicas)
+        return self.run_pods(name, replicas, network=network)
 
     def pods(self, name: str) -> list[dict[str, Any]]:
         query = [("labelSelector", f"app.kubernetes.io/name={name}")]
         return self.server.call("GET", path_of("Pod"), query=query)["items"]
 
-    def run_pods(self, name: str, count: int) -> list[dict[str, Any]]:
+    def run_pods(self, name: str, count: int, *, network: int = 1) -> list[dict[str, Any]]:
         """What kubelets would do: every pod gets an address and is ready. Waits until the Deployment says so."""
         wait_for(lambda: len(self.pods(name)) >= count, f"{count} pods of {name}")
         for position, pod in enumerate(self.pods(name)):
             if not pod["status"].get("podIP"):
-                self.make_ready(pod["metadata"]["name"], f"127.0.1.{position + 1}")
+                self.make_ready(pod["metadata"]["name"], f"127.0.{network}.{position + 1}")
 
         def steady() -> bool:
             status = self.get("Deployment", name).get("status", {})
@@ -410,6 +411,10 @@ class TestCluster:
         except AssertionError:
             pytest.fail(f"events of {name}: {self.events(name)}, expected {expected}")
 
+    def wait_for_event(self, name: str, kind: str, reason: str) -> None:
+        """Events follow the status that they are about."""
+        wait_for(lambda: (kind, reason) in self.events(name), f"event {reason} of {name}: {self.events(name)}")
+
     def wait_for_generation(self, name: str, generation: int) -> None:
         """Until the operator has seen a change of the specification."""
         wait_for(
@@ -452,12 +457,17 @@ def start_operator(cluster, tmp_path) -> Iterator[Callable[..., subprocess.Popen
         children.append(child)
         return child
 
+    def stop_all() -> None:
+        for child in children:
+            if child.poll() is None:
+                child.send_signal(signal.SIGTERM)
+        for child in children:
+            child.wait(30)
+
+    cluster.stop_operators = stop_all
     yield start
+    stop_all()
     for child in children:
-        if child.poll() is None:
-            child.send_signal(signal.SIGTERM)
-    for child in children:
-        child.wait(30)
         text = child.log.read_text()  # pyright: ignore[reportAttributeAccessIssue]
         assert "Traceback" not in text, text
         assert "403" not in text, text
