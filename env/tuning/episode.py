@@ -20,7 +20,7 @@ from kvpilot.env.tuning.traffic import Stream, TrafficSimulation
 if TYPE_CHECKING:
     from kvpilot.env.tuning.reference import ReferenceLatency
 
-FORM = 1  # rises when the same episode would give other traffic
+FORM = 1  # rises when the same episode would give other traffic, or another reference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class Episode:
     @property
     def hash(self) -> str:
         """Of all that decides the traffic and the engine, contents of the trace files included."""
-        values = _plain(self)
+        values = self.to_json()
         del values["folder"]
         values["files"] = [table.digest for table in self.tables()]
         values["profile"] = asdict(load_profile(self.profile))

@@ -1,13 +1,17 @@
 """The latency of the default configuration on an episode's traffic: what savings are counted against."""
 
+import hashlib
 import json
 import os
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING
 
 from kvpilot.engine.model.fetch import default_cache_dir
+from kvpilot.engine.stats import StatsWindow
 from kvpilot.env.tuning.reward import mean_latency
 
 if TYPE_CHECKING:
@@ -28,8 +32,8 @@ class ReferenceLatency:
 
 
 def reference_latency(episode: "Episode") -> ReferenceLatency:
-    """Simulated once per episode and kept in the cache directory under the episode's hash."""
-    path = default_cache_dir() / "reference" / f"{episode.hash[:32]}.json"
+    """Simulated once per episode and kept in the cache directory, under the hashes of episode and simulator."""
+    path = default_cache_dir() / "reference" / _code_digest() / f"{episode.hash[:32]}.json"
     try:
         return ReferenceLatency(seconds=tuple(json.loads(path.read_text(encoding="utf-8"))))
     except (OSError, ValueError, TypeError):  # not there, or cut off by a full disk: made anew
@@ -38,17 +42,36 @@ def reference_latency(episode: "Episode") -> ReferenceLatency:
     return made
 
 
+@cache
+def _code_digest() -> str:
+    """Of the sources that decide what a simulation does: what an older engine took is no reference for this one."""
+    digest = hashlib.sha256()
+    for package in ("kvpilot.engine", "kvpilot.engine.kv", "kvpilot.env.simulator", "kvpilot.env.tuning"):
+        for source in sorted(files(package).iterdir(), key=lambda entry: entry.name):
+            if source.name.endswith(".py"):
+                digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def _simulate(episode: "Episode") -> ReferenceLatency:
-    session = episode.start()
-    session.advance(episode.interval_seconds)
-    raw = [mean_latency(session.advance(episode.interval_seconds)) for _ in range(episode.num_windows)]
-    return ReferenceLatency(seconds=tuple(_smooth(raw, k) for k in range(len(raw))))
-
-
-def _smooth(raw: list[float | None], at: int) -> float | None:
-    near = raw[max(at - SMOOTH_WINDOWS, 0) : at + SMOOTH_WINDOWS + 1]
-    known = [seconds for seconds in near if seconds is not None]
-    return sum(known) / len(known) if known else None
+    """Each window's mean is that of the windows around it, weighed by the requests that ended in them."""
+    session, interval = episode.start(), episode.interval_seconds
+    session.advance(interval)
+    snapshots = [session.snapshot]
+    for _ in range(episode.num_windows):
+        session.advance(interval)
+        snapshots.append(session.snapshot)
+    return ReferenceLatency(
+        seconds=tuple(
+            mean_latency(
+                StatsWindow(
+                    start=snapshots[max(k - SMOOTH_WINDOWS, 0)],
+                    end=snapshots[min(k + 1 + SMOOTH_WINDOWS, episode.num_windows)],
+                )
+            )
+            for k in range(episode.num_windows)
+        )
+    )
 
 
 def _keep(made: ReferenceLatency, path: Path) -> None:

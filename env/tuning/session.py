@@ -49,7 +49,7 @@ class SimulatedSession:
         self.simulation = simulation
         self.end_seconds = end_seconds
         self._due = simulation.clock.now if due_seconds is None else due_seconds
-        self._last = simulation.engine.snapshot()
+        self.snapshot = simulation.engine.snapshot()  # at the end of the last window
         self._bounds = knob_bounds(simulation.engine.config)
 
     @property
@@ -72,8 +72,8 @@ class SimulatedSession:
         self.simulation.run(until=self._due)
         if self.simulation.clock.now < self._due:  # all is answered: time passes all the same
             self.simulation.clock.now = self._due
-        start, self._last = self._last, self.simulation.engine.snapshot()
-        return StatsWindow(start=start, end=self._last)
+        start, self.snapshot = self.snapshot, self.simulation.engine.snapshot()
+        return StatsWindow(start=start, end=self.snapshot)
 
 
 class LiveEngine(Protocol):

@@ -1,4 +1,5 @@
-"""The workloads that policies are trained and judged on; their loads fit the profile h200-llama3-8b and 100 GB.
+"""The workloads that policies are trained and judged on; their loads fit the profile h200-llama3-8b and a pool of 60 GB,
+what a card of 80 GB has beside the weights of an 8B model.
 
 Every one is a composition: sessions and their reuse are recorded, how many there are at a time is not. At full
 precision the engine keeps up in the quiet regimes and falls behind in the busy ones.
@@ -19,6 +20,7 @@ RATES_CLIENT = "language/m-large"
 NAMED = ("agentic_drift", "conversation_modulated", "switch", "bursts", "stationary")
 RANDOM_COMPOSITION = "random_composition"
 
+POOL_BYTES = 60_000_000_000
 SLO = Slo(ttft_seconds=10.0, inter_token_seconds=0.2)
 
 
@@ -39,11 +41,18 @@ def standard_workloads(
     waves = StreamSpec(file=conversation, loop="open", curve_file=rates, curve_client=rates_client)
     coders = StreamSpec(file=agentic, loop="closed")
     batch = StreamSpec(file=conversation, loop="one-off")
-    few, some, many, most = (6, 10), (14, 20), (26, 36), (44, 60)
+    few, some, many, most = (5, 8), (12, 18), (22, 28), (34, 44)
 
     def workload(name: str, streams: dict, regimes: dict, **options) -> Workload:
         return Workload(
-            name=name, folder=str(folder), split=split, streams=streams, regimes=regimes, slo=SLO, **options
+            name=name,
+            folder=str(folder),
+            split=split,
+            streams=streams,
+            regimes=regimes,
+            slo=SLO,
+            pool_bytes=POOL_BYTES,
+            **options,
         )
 
     long, hours = (1200, 2400), {"seconds": (7200, 7200)}
@@ -62,14 +71,14 @@ def standard_workloads(
         workload(
             "conversation_modulated",
             {"chat": waves},
-            {"chat": Regime(seconds=(7200, 7200), levels={"chat": (0.5, 1.2)})},
+            {"chat": Regime(seconds=(7200, 7200), levels={"chat": (0.3, 0.5)})},
             **hours,
         ),
         workload(
             "switch",
             {"chat": chat, "coders": coders},
             {
-                "conversation": Regime(seconds=(2000, 2800), levels={"chat": (0.5, 1.0)}),
+                "conversation": Regime(seconds=(2000, 2800), levels={"chat": (0.3, 0.6)}),
                 "agentic": Regime(seconds=(2000, 2800), levels={"coders": many}),
             },
             order=("conversation", "agentic"),
@@ -80,7 +89,7 @@ def standard_workloads(
             {"coders": coders, "batch": batch},
             {
                 "calm": Regime(seconds=(900, 1500), levels={"coders": some}),
-                "burst": Regime(seconds=(400, 800), levels={"coders": some, "batch": (0.8, 1.6)}),
+                "burst": Regime(seconds=(400, 800), levels={"coders": some, "batch": (0.4, 0.8)}),
             },
             order=("calm", "burst"),
             **hours,
@@ -96,12 +105,12 @@ def standard_workloads(
             {"chat": chat, "coders": coders, "batch": batch},
             {
                 "idle": Regime(seconds=long, levels={"coders": few}),
-                "chat": Regime(seconds=long, levels={"chat": (0.4, 1.2)}),
+                "chat": Regime(seconds=long, levels={"chat": (0.3, 0.7)}),
                 "coding": Regime(seconds=long, levels={"coders": some}),
                 "busy": Regime(seconds=long, levels={"coders": many}),
                 "peak": Regime(seconds=long, levels={"coders": most}),
-                "mixed": Regime(seconds=long, levels={"coders": some, "chat": (0.2, 0.5)}),
-                "batch": Regime(seconds=(400, 900), levels={"coders": some, "batch": (0.8, 1.6)}),
+                "mixed": Regime(seconds=long, levels={"coders": some, "chat": (0.1, 0.25)}),
+                "batch": Regime(seconds=(400, 900), levels={"coders": some, "batch": (0.4, 0.8)}),
             },
             order=RANDOM,
             seconds=(7200, 14400),

@@ -99,8 +99,8 @@ class TrafficSimulation(Simulation):
         self._order = count()  # of events at the same moment
         self._events: list[tuple[float, int, _Visit | tuple[_Source, int]]] = []
         self._visits: dict[str, _Visit] = {}  # by the request under way
-        for index, (stream, table) in enumerate(zip(streams, tables, strict=True)):
-            source = _Source(index, table, split, seed)
+        self.sources = [_Source(index, table, split, seed) for index, table in enumerate(tables)]
+        for source, stream in zip(self.sources, streams, strict=True):
             if stream.loop == "closed":
                 self._plan_users(source, stream)
             else:
