@@ -25,14 +25,16 @@ STATE = Row(
             tells="Sidecars by the policy that they run, with the hash of its file.",
         ),
         Panel(
-            title="Safe mode and circuit breaker",
+            title="Who writes, who holds",
             queries=(
+                (S.agent_gauge("acts", how="sum"), "write"),
                 (S.agent_gauge("safe_mode", how="sum"), "in safe mode"),
                 (S.agent_gauge("breaker_open", how="sum"), "breaker open"),
+                (S.agent_gauge("frozen", how="sum"), "frozen"),
             ),
             kind="number",
             span=6,
-            tells="Sidecars that hold whatever the policy says. Safe mode is left by hand only.",
+            tells="Sidecars. Safe mode is left by hand only; frozen: someone else changed the knobs.",
         ),
         Panel(
             title="Age of the observation",
@@ -85,55 +87,46 @@ DECISIONS = Row(
     ),
 )
 
+
+def _compared(title: str, metric: str, tells: str, unit: str = "short") -> Panel:
+    where = f'metric="{metric}"'
+    return Panel(
+        title=title,
+        queries=(
+            (S.agent_gauge("observed", where=where, how="avg"), "observed"),
+            (S.agent_gauge("counterfactual_baseline", where=where, how="avg"), "simulated, present knobs"),
+            (S.agent_gauge("counterfactual", where=where, how="avg"), "simulated, proposed knobs"),
+        ),
+        unit=unit,
+        span=6,
+        tells=tells,
+    )
+
+
 VALUE = Row(
     title="Objective, observed and counterfactual",
     panels=(
-        Panel(
-            title="Objective",
-            queries=(
-                (S.agent_gauge("objective", how="avg"), "now"),
-                (
-                    S.agent_gauge("counterfactual", where='metric="objective"', how="avg"),
-                    "with the proposed knobs",
-                ),
-            ),
-            tells="The live reward: goodput and hit rate less quality loss. Simulated for the proposed knobs.",
+        _compared(
+            "Objective", "objective", "The live reward: goodput under the SLO and hits less quality loss."
         ),
-        Panel(
-            title="Hit rate",
-            queries=(
-                (S.agent_gauge("observed", where='metric="hit_rate"', how="avg"), "observed"),
-                (
-                    S.agent_gauge("counterfactual", where='metric="hit_rate"', how="avg"),
-                    "with the proposed knobs",
-                ),
-            ),
-            unit="percentunit",
-            tells="Simulated for the proposed knobs on the traffic that arrived.",
+        _compared("Hit rate", "hit_rate", "Simulated on the traffic that arrived.", "percentunit"),
+        _compared(
+            "Time to first token p99", "ttft_p99_seconds", "Simulated on the traffic that arrived.", "s"
         ),
+        _compared("Mean latency", "e2e_mean_seconds", "Arrival to last token.", "s"),
+    ),
+)
+
+LIMITS = Row(
+    title="Limits",
+    panels=(
         Panel(
-            title="Time to first token p99",
+            title="SLO pressure and objective",
             queries=(
-                (S.agent_gauge("observed", where='metric="ttft_p99_seconds"', how="avg"), "observed"),
-                (
-                    S.agent_gauge("counterfactual", where='metric="ttft_p99_seconds"', how="avg"),
-                    "with the proposed knobs",
-                ),
+                (S.agent_gauge("slo_pressure"), "worst pressure"),
+                (S.agent_gauge("objective", how="avg"), "objective"),
             ),
-            unit="s",
-            tells="Simulated for the proposed knobs on the traffic that arrived.",
-        ),
-        Panel(
-            title="Mean latency",
-            queries=(
-                (S.agent_gauge("observed", where='metric="e2e_mean_seconds"', how="avg"), "observed"),
-                (
-                    S.agent_gauge("counterfactual", where='metric="e2e_mean_seconds"', how="avg"),
-                    "with the proposed knobs",
-                ),
-            ),
-            unit="s",
-            tells="Arrival to last token.",
+            tells="The worst of measured / limit: above 1 the guard vetoes and steps back.",
         ),
         Panel(
             title="Quality loss",
@@ -152,4 +145,4 @@ VALUE = Row(
     ),
 )
 
-ROWS = (STATE, Row(title="Knobs", panels=tuple(_knob(name) for name in KNOBS)), DECISIONS, VALUE)
+ROWS = (STATE, Row(title="Knobs", panels=tuple(_knob(name) for name in KNOBS)), DECISIONS, VALUE, LIMITS)

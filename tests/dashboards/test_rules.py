@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kvpilot.agent.guard import Reason
 from kvpilot.dashboards import rules
 from kvpilot.dashboards.rules import RUNBOOK, Timing, agent_alerts, engine_alerts, rule_document
 from kvpilot.engine.stats import LATENCY_BUCKETS
@@ -88,3 +89,9 @@ def test_the_slo_is_the_one_that_policies_see():
         slo.inter_token_seconds,
     ) == (rules.TTFT_SLO_SECONDS, rules.INTER_TOKEN_SLO_SECONDS)
     assert {slo.ttft_seconds, slo.inter_token_seconds} <= set(LATENCY_BUCKETS)
+
+
+def test_refusals_are_called_as_the_guard_calls_them():
+    reasons = re.findall(r'reason="([^"]+)"', " ".join(alert.expression for alert in agent_alerts(Timing())))
+    assert len(reasons) == 3
+    assert set(reasons) <= {reason.value for reason in Reason}
