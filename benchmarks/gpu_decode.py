@@ -20,9 +20,9 @@ from kvpilot.engine.config import EngineConfig, Knobs
 from kvpilot.engine.engine import Engine
 from kvpilot.engine.factory import build_engine
 from kvpilot.engine.model.config import ModelConfig
+from kvpilot.engine.model.device import make_llama
 from kvpilot.engine.model.dummy import random_weights
 from kvpilot.engine.model.llama import Llama
-from kvpilot.engine.model.load import make_llama
 from kvpilot.engine.request import SamplingParams
 
 LLAMA_3_1_8B = ModelConfig(

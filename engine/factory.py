@@ -14,6 +14,8 @@ from kvpilot.engine.model.llama import Llama
 from kvpilot.engine.runners.base import Runner
 from kvpilot.engine.runners.torch_runner import TorchRunner
 
+MAX_SPARES = 32  # sequences that may begin a page in a step that runs ahead of its schedule
+
 
 def build_engine(
     model: Llama, config: EngineConfig, *, model_name: str = "", engine_class: type[Engine] = Engine
@@ -57,7 +59,14 @@ def _on_gpu(model: Llama, config: EngineConfig, shape: PageShape) -> tuple[Runne
         ) from error
     if model.dtype != torch.bfloat16:
         raise ConfigError(f"dtype={model.dtype} is invalid: on a GPU the model computes in torch.bfloat16")
-    storage = CudaStorage(shape, config.ladder, config.pool_bytes, model.config.num_heads, model.device)
+    storage = CudaStorage(
+        shape,
+        config.ladder,
+        config.pool_bytes,
+        model.config.num_heads,
+        model.device,
+        num_spares=min(config.max_batch_ceiling, MAX_SPARES),
+    )
     fits = config.pool_bytes // payload_bytes(config.ladder[0], shape) * config.page_size
     max_tokens = min(config.max_model_len or fits, fits, model.config.max_position)
     return CudaRunner(model, storage, max_sequences=config.max_batch_ceiling, max_tokens=max_tokens), storage

@@ -17,7 +17,8 @@ MOVES: Levels = (-1, -1)
 
 
 class CudaStorage:
-    """Implements PageStorage over a uint8 tensor of `pool_bytes` bytes; `num_heads` are the query heads.
+    """Implements PageStorage over a uint8 tensor of `pool_bytes` bytes, and behind them `num_spares` open pages
+    that the bookkeeping does not know; `num_heads` are the query heads.
 
     The bookkeeping asks for one page at a time. What it asks for is noted, and done in few launches on the
     current stream when somebody reads `pool`: nothing waits for the GPU. A page that holds NaN or infinite values
@@ -31,6 +32,7 @@ class CudaStorage:
         pool_bytes: int,
         num_heads: int,
         device: torch.device,
+        num_spares: int = 0,
     ) -> None:
         self.shape = shape
         self.ladder = tuple(ladder)
@@ -42,13 +44,16 @@ class CudaStorage:
                 f"{self._slot_bytes} bytes"
             )
         try:
-            self._pool: Tensor = torch.empty(pool_bytes, dtype=torch.uint8, device=device)
+            size = pool_bytes + (num_spares + 1) * self._slot_bytes * (num_spares > 0)
+            self._pool: Tensor = torch.empty(size, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
             free = torch.cuda.mem_get_info(device)[0]
             raise ConfigError(
                 f"pool_bytes={pool_bytes} is invalid: {free} bytes are free on {device}, leave some for activations"
             ) from error
         self.device = self._pool.device
+        first = -(-pool_bytes // self._slot_bytes) * self._slot_bytes
+        self.spares = [first + i * self._slot_bytes for i in range(num_spares)]
         self._jobs: dict[Levels, list[tuple[int, ...]]] = {}  # noted, and independent of each other
         self._read: set[int] = set()  # slots that they read
         self._written: set[int] = set()

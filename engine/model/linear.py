@@ -35,7 +35,12 @@ class Linear:
         )
         self._bias = bias
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Into `out`, in the dtype of x, if it is given."""
         if self._packed:
-            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-        return F.linear(x, self._weight, self._bias)
+            y = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        elif out is not None and self._bias is None:
+            return torch.mm(x, self._weight.t(), out=out)
+        else:
+            y = F.linear(x, self._weight, self._bias)
+        return y if out is None else out.copy_(y)

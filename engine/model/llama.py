@@ -104,6 +104,11 @@ class Llama:
         """Rows of `forward`'s result -> float32 [N, vocab], shifted so that the mean over the vocabulary is 0."""
         return self._head(self._ops.rms_norm(hidden_NH, self._norm, self.config.rms_eps)).float()
 
+    @torch.inference_mode()
+    def write_logits(self, hidden_NH: Tensor, out_NV: Tensor) -> None:
+        """`logits` in the compute dtype, into memory of the caller."""
+        self._head(self._ops.rms_norm(hidden_NH, self._norm, self.config.rms_eps), out_NV)
+
     def _norm_heads(self, qkv_TX: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
         head_dim, eps = self.config.head_dim, self.config.rms_eps
         q_end = self.config.num_heads * head_dim

@@ -10,15 +10,15 @@ from torch import Tensor
 from kvpilot.engine.errors import ConfigError, ModelError
 from kvpilot.engine.model.checkpoint import Checkpoint, tensor_shapes
 from kvpilot.engine.model.config import ModelConfig
+from kvpilot.engine.model.device import make_llama, usable_device
 from kvpilot.engine.model.dummy import random_weights
 from kvpilot.engine.model.fetch import resolve_model
 from kvpilot.engine.model.gguf_reader import read_gguf
-from kvpilot.engine.model.llama import Llama, default_dtype
+from kvpilot.engine.model.llama import Llama
 from kvpilot.engine.model.safetensors_reader import read_safetensors
 from kvpilot.engine.model.tokenizer import Tokenizer
 
 LOAD_FORMATS = ("auto", "dummy")
-DEVICES = ("cpu", "cuda")
 
 Progress = Callable[[int, int], None]
 """Called with the number of tensors read so far and of all."""
@@ -67,36 +67,6 @@ def load_model(
         llama=make_llama(checkpoint.config, get, dtype, target),
         tokenizer=checkpoint.load_tokenizer(),
     )
-
-
-def make_llama(
-    config: ModelConfig, get: Callable[[str], Tensor], dtype: torch.dtype | None, device: torch.device
-) -> Llama:
-    """The model with the elementwise kernels of its device; `get` must put tensors there."""
-    if device.type != "cuda":
-        return Llama(config, get, dtype or default_dtype())
-    from kvpilot.engine.kernels.gpu import elementwise
-
-    return Llama(config, get, dtype or torch.bfloat16, elementwise)
-
-
-def usable_device(device: str) -> torch.device:
-    """ConfigError that says what is missing, if torch cannot use it or the GPU kernels cannot be built."""
-    if device not in DEVICES:
-        raise ConfigError(f"device={device!r} is invalid: expected {' or '.join(DEVICES)}")
-    if device == "cuda":
-        if not torch.cuda.is_available():
-            build = "this torch is built without CUDA" if torch.version.cuda is None else "torch sees no GPU"
-            raise ConfigError(
-                f"device='cuda' cannot be used: {build}; use device='cpu' or install torch for CUDA"
-            )
-        try:
-            import triton  # noqa: F401  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise ConfigError(
-                "device='cuda' needs triton, which is not installed: pip install triton"
-            ) from error
-    return torch.device(device)
 
 
 def _to(get: Callable[[str], Tensor], device: torch.device) -> Callable[[str], Tensor]:

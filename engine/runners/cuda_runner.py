@@ -1,17 +1,26 @@
 """The runner for NVIDIA GPUs: decode steps are CUDA graphs, steps with prompts run op by op.
 
+While the host books a decode step and schedules the next one, the GPU already computes that next step for the same
+sequences: their tokens are on the GPU. What turns out otherwise (a sequence ended, another one came) costs at most
+the part of the step that was computed in vain; the scheduler decides as it would without.
+
 Shape suffixes: B sequences of a decode step, T tokens of a step, N rows that need logits, H hidden, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from kvpilot.engine.attention import rope_tables
 from kvpilot.engine.cuda_attention import CudaAttention, StepPlan
+from kvpilot.engine.kernels.gpu import elementwise
+from kvpilot.engine.kernels.gpu.convert import copy_first_tokens
 from kvpilot.engine.kernels.gpu.decode import Scratch
+from kvpilot.engine.kernels.gpu.upload import upload
 from kvpilot.engine.kv.cuda_storage import CudaStorage
+from kvpilot.engine.kv.pool import Page
 from kvpilot.engine.model.llama import Llama
 from kvpilot.engine.request import Request, SampledToken, SamplingParams, ScheduledRequest
 from kvpilot.engine.runners.graph_cache import GraphCache
@@ -29,24 +38,61 @@ def batch_buckets(ceiling: int) -> list[int]:
     return [*(size for size in sizes if size < ceiling), ceiling]
 
 
+@dataclass(kw_only=True)
+class _Ahead:
+    """A step that runs, or ran, before it was scheduled. `rows` are those of the drawn tokens."""
+
+    rows: dict[Request, int] = field(default_factory=dict)
+    starts: list[int] = field(default_factory=list)
+    pages: list[list[Page]] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)  # rows of the step before, which drew its tokens
+    tokens: list[int] = field(default_factory=list)  # those tokens, once they are known
+    spares: list[int] = field(
+        default_factory=list
+    )  # where K and V went instead of a page to come; -1: to the page
+
+    def row(self, entry: ScheduledRequest) -> int | None:
+        """The entry's row, if this step is what is now wanted of it."""
+        request, start, num_new, _ = entry
+        row = self.rows.get(request)
+        if row is None or num_new != 1 or self.starts[row] != start or self.pages[row] is not request.pages:
+            return None
+        assert request.tokens is not None
+        return row if request.tokens[start] == self.tokens[row] else None
+
+
 class CudaRunner:
     """One graph per bucket of batch sizes and lowest precision present; everything else that may change between
     steps (pages, levels, lengths) is read from buffers at fixed addresses, so that no knob needs a new graph."""
 
-    def __init__(self, model: Llama, storage: CudaStorage, *, max_sequences: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        model: Llama,
+        storage: CudaStorage,
+        *,
+        max_sequences: int,
+        max_tokens: int,
+        looks_ahead: bool = True,
+    ) -> None:
         """`max_tokens` is the longest sequence."""
         config, device = model.config, storage.device
         self._model = model
         self._storage = storage
+        self._max_tokens = max_tokens
+        self._looks_ahead = looks_ahead
         self._inputs = DecodeInputs(storage, max_sequences, max_tokens)
-        num_items = self._inputs.max_items
-        scratch = Scratch.make(num_items, config.num_heads, config.head_dim, device)
+        scratch = Scratch.make(self._inputs.max_items, config.num_heads, config.head_dim, device)
         rope = rope_tables(config.rope_inverse_frequencies, max_tokens)
         self._attention = CudaAttention(config.num_heads, storage, rope, scratch)
         self._buckets = batch_buckets(max_sequences)
-        self._logits_BV = torch.empty((max_sequences, config.vocab_size), device=device)
+        self._logits_BV = torch.empty((max_sequences, config.vocab_size), dtype=model.dtype, device=device)
         self._drawn_B = torch.zeros(max_sequences, dtype=torch.int64, device=device)
-        self.graphs = GraphCache() if device.type == "cuda" else None
+        on_gpu = device.type == "cuda"
+        self._drawn_host_B = torch.zeros(max_sequences, dtype=torch.int64, pin_memory=on_gpu)
+        self._drawn_event = torch.cuda.Event() if on_gpu else None
+        self.graphs = GraphCache() if on_gpu else None
+        self._ahead = _Ahead()
+        self.num_ahead = 0  # steps that were found computed, at least in part
 
     @torch.inference_mode()
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
@@ -59,17 +105,48 @@ class CudaRunner:
 
     @torch.inference_mode()
     def execute(self, batch: list[ScheduledRequest]) -> list[SampledToken | None]:
+        ahead, self._ahead = self._ahead, _Ahead()
+        self._storage.flush()
+        found = [(entry, row) for entry in batch if (row := ahead.row(entry)) is not None]
+        if not found:
+            return self._execute_now(batch, looks_ahead=self._looks_ahead)
+        self.num_ahead += 1
+        self._keep(ahead, found)
+        self._fetch()
+        known = {entry.request for entry, _ in found}
+        rest = [entry for entry in batch if entry.request not in known]
+        if not rest and self._looks_ahead:
+            self._run_ahead([entry for entry, _ in found], [row for _, row in found])
+        tokens = self._fetched()
+        results = {entry.request: SampledToken(tokens[row]) for entry, row in found}
+        if rest:
+            drawn = self._execute_now(rest, looks_ahead=False)  # the next step is for all of them again
+            results |= {entry.request: token for entry, token in zip(rest, drawn, strict=True) if token}
+        return [results.get(entry.request) for entry in batch]
+
+    def _execute_now(self, batch: list[ScheduledRequest], *, looks_ahead: bool) -> list[SampledToken | None]:
         decodes = [entry for entry in batch if entry.num_new == 1]
         if len(decodes) < len(batch):
             return self._execute_mixed(batch, decodes)
-        rows = self._inputs.tables.rows(decodes)
-        size = next(size for size in self._buckets if size >= len(decodes))
-        variant = self._inputs.set(decodes, rows, size)
-        self._storage.flush()
-        self._run_decode(size, variant)
-        return self._draw(batch)
+        self._start_decode(decodes, self._inputs.tables.rows(decodes))
+        if any(map(_needs_logits, decodes)):
+            drawn = self._sample(self._logits_BV[: len(batch)].float(), [entry.request for entry in batch])
+            return [token if entry.samples else None for token, entry in zip(drawn, batch, strict=True)]
+        self._fetch()
+        if looks_ahead:
+            self._run_ahead(decodes, list(range(len(decodes))))
+        tokens = self._fetched()[: len(batch)]
+        return [
+            SampledToken(token) if entry.samples else None for token, entry in zip(tokens, batch, strict=True)
+        ]
 
     # ------------------------------------------------------------------ decode
+    def _start_decode(
+        self, decodes: list[ScheduledRequest], rows: list[int], sources: list[int] | None = None
+    ) -> None:
+        size = next(size for size in self._buckets if size >= len(decodes))
+        self._run_decode(size, self._inputs.set(decodes, rows, size, sources))
+
     def _run_decode(self, size: int, variant: int, *, replays: bool = True) -> None:
         def compute() -> None:
             self._decode(size, variant)
@@ -92,20 +169,68 @@ class CudaRunner:
             table=inputs.table(size, variant),
             chunks=None,
         )
-        logits_BV = self._model.logits(self._forward(inputs.tokens[:size], plan))
-        self._logits_BV[:size] = logits_BV
-        torch.argmax(logits_BV, dim=-1, out=self._drawn_B[:size])
+        token_ids_B = elementwise.take_tokens(inputs.tokens[:size], inputs.sources[:size], self._drawn_B)
+        hidden_BH = self._forward(token_ids_B, plan)
+        self._model.write_logits(hidden_BH, self._logits_BV[:size])
+        elementwise.argmax(self._logits_BV[:size], self._drawn_B[:size])
 
-    def _draw(self, batch: list[ScheduledRequest]) -> list[SampledToken | None]:
-        params = [_sampling(entry.request) for entry in batch]
-        if all(p.temperature == 0 and p.logprobs is None for p in params):
-            tokens = self._drawn_B[: len(batch)].tolist()
-            return [
-                SampledToken(token) if entry.samples else None
-                for token, entry in zip(tokens, batch, strict=True)
-            ]
-        drawn = self._sample(self._logits_BV[: len(batch)], [entry.request for entry in batch])
-        return [token if entry.samples else None for token, entry in zip(drawn, batch, strict=True)]
+    def _fetch(self) -> None:
+        """Begins to copy the drawn tokens to the host, before the next step draws others."""
+        self._drawn_host_B.copy_(self._drawn_B, non_blocking=self._drawn_event is not None)
+        if self._drawn_event is not None:
+            self._drawn_event.record()
+
+    def _fetched(self) -> list[int]:
+        if self._drawn_event is not None:
+            self._drawn_event.synchronize()
+        tokens = self._drawn_host_B.tolist()
+        self._ahead.tokens = [tokens[row] for row in self._ahead.sources]
+        return tokens
+
+    # ------------------------------------------------------------------ one step ahead
+    def _run_ahead(self, batch: list[ScheduledRequest], rows: list[int]) -> None:
+        """Starts the step after `batch` for those who will be in it, if all draws are known to the GPU.
+
+        `rows` are those in which the batch's tokens are drawn.
+        """
+        if any(map(_needs_logits, batch)):
+            return
+        entries, sources = [], []
+        for (request, start, _, samples), row in zip(batch, rows, strict=True):
+            if (
+                samples
+                and request.num_output_tokens + 1 < request.max_tokens
+                and start + 2 <= self._max_tokens
+            ):
+                entries.append(ScheduledRequest(request, start + 1, 1, True))
+                sources.append(row)
+        page_size = self._inputs.page_size
+        lacks_page = [entry.start >= len(entry.request.pages) * page_size for entry in entries]
+        if not entries or sum(lacks_page) > len(self._storage.spares):
+            return
+        spare = iter(self._storage.spares)
+        spares = [next(spare) if lacks else -1 for lacks in lacks_page]
+        table_rows = self._inputs.tables.rows(entries, [address for address in spares if address >= 0])
+        self._start_decode(entries, table_rows, sources)
+        self._ahead = _Ahead(
+            rows={entry.request: i for i, entry in enumerate(entries)},
+            starts=[entry.start for entry in entries],
+            pages=[entry.request.pages for entry in entries],
+            sources=sources,
+            spares=spares,
+        )
+
+    def _keep(self, ahead: _Ahead, found: list[tuple[ScheduledRequest, int]]) -> None:
+        """K and V that were written to spare pages go to the pages that their requests have got since."""
+        page_size = self._inputs.page_size
+        jobs = [
+            (ahead.spares[row], entry.request.pages[entry.start // page_size].payload)
+            for entry, row in found
+            if ahead.spares[row] >= 0
+        ]
+        if jobs:
+            jobs_N2 = upload(torch.tensor(jobs), self._storage.device)
+            copy_first_tokens(self._storage.pool, self._storage.shape, jobs_N2)
 
     # ------------------------------------------------------------------ with prompts
     def _execute_mixed(
@@ -122,7 +247,7 @@ class CudaRunner:
                 sampling.append(entry.request)
         if not rows:
             return [None] * len(batch)
-        logits_NV = self._model.logits(hidden_TH[torch.tensor(rows, device=hidden_TH.device)])
+        logits_NV = self._model.logits(hidden_TH[upload(torch.tensor(rows), hidden_TH.device)])
         drawn = dict(zip(sampling, self._sample(logits_NV, sampling), strict=True))
         return [drawn.get(entry.request) for entry in batch]
 
@@ -131,8 +256,10 @@ class CudaRunner:
 
     def _sample(self, logits_NV: Tensor, requests: Sequence[Request]) -> list[SampledToken]:
         steps = [request.num_output_tokens for request in requests]
-        return sample(logits_NV, [_sampling(request) for request in requests], steps)
+        return sample(logits_NV, [request.sampling or GREEDY for request in requests], steps)
 
 
-def _sampling(request: Request) -> SamplingParams:
-    return request.sampling or GREEDY
+def _needs_logits(entry: ScheduledRequest) -> bool:
+    """More than the most likely token is asked for."""
+    sampling = entry.request.sampling
+    return sampling is not None and (sampling.temperature > 0 or sampling.logprobs is not None)

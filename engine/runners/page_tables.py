@@ -44,10 +44,13 @@ class PageTables:
         self._free = list(range(max_requests - 1, -1, -1))
         self._used = (0, 0)  # rows and columns that may hold something
 
-    def rows(self, batch: Sequence[ScheduledRequest]) -> list[int]:
-        """The row of each request, brought up to date; it holds the pages of the tokens up to the batch's last."""
+    def rows(self, batch: Sequence[ScheduledRequest], spares: Sequence[int] = ()) -> list[int]:
+        """The row of each request, brought up to date; it holds the pages of the tokens up to the batch's last.
+
+        A page that a request does not have yet is taken from `spares`, addresses of open pages, in this call only.
+        """
         self._forget_left()
-        rows = []
+        rows, spare = [], iter(spares)
         for request, start, num_new, _ in batch:
             row = self._row_of.get(request)
             if row is None:
@@ -57,7 +60,11 @@ class PageTables:
                 self._num_known[row] = 0
             wanted = -(-(start + num_new) // self._page_size)
             if self._num_known[row] != wanted:
-                self._fill(row, request.pages, wanted)
+                if wanted <= len(request.pages):
+                    self._fill(row, request.pages, wanted)
+                else:
+                    self._fill(row, [*request.pages, Page(-1, next(spare))], wanted)
+                    self._num_known[row] = 0
             rows.append(row)
         return rows
 

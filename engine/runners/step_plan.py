@@ -37,7 +37,7 @@ class DecodeInputs:
         )  # by the lowest precision present
         self.num_variants = 1 + max(0 if kind == EXACT else 2 if kind == INT4 else 1 for kind in kinds)
         self.max_items = max(max_items(max_sequences, self._shape.num_kv_heads, k) for k in self.kinds)
-        header = max_sequences * (4 + SPAN_COLUMNS // 2) + (self.max_items + 1) // 2
+        header = max_sequences * (5 + SPAN_COLUMNS // 2) + (self.max_items + 1) // 2
         words = header + 2 * self.tables.levels.size
         self._device_words = torch.zeros(words, dtype=torch.int64, device=self.device)
         self._on_gpu = self.device.type == "cuda"
@@ -52,7 +52,10 @@ class DecodeInputs:
         self.places, self._places = (
             w[2 * max_sequences : 4 * max_sequences].reshape(-1, 2) for w in (device, host.numpy())
         )
-        spans = slice(4 * max_sequences, (4 + SPAN_COLUMNS // 2) * max_sequences)
+        self.sources, self._sources = (
+            w[4 * max_sequences : 5 * max_sequences] for w in (device, host.numpy())
+        )
+        spans = slice(5 * max_sequences, (5 + SPAN_COLUMNS // 2) * max_sequences)
         self._device_spans = device[spans].view(torch.int32).view(-1, SPAN_COLUMNS)
         self._spans = host.numpy()[spans].view(np.int32).reshape(-1, SPAN_COLUMNS)
         self._device_items = device[spans.stop : header].view(torch.int32)
@@ -80,14 +83,27 @@ class DecodeInputs:
             merges=True,
         )
 
-    def set(self, decodes: Sequence[ScheduledRequest], rows: list[int], size: int) -> int:
+    def set(
+        self,
+        decodes: Sequence[ScheduledRequest],
+        rows: list[int],
+        size: int,
+        sources: Sequence[int] | None = None,
+    ) -> int:
         """Uploads these sequences, and empty ones up to `size`; returns the variant: 0 if all pages are exact, 1
-        with 8-bit ones, 2 with int4 ones."""
+        with 8-bit ones, 2 with int4 ones.
+
+        With `sources` the tokens are not known yet: they are what the step before draws in these rows.
+        """
         count, tables = len(decodes), self.tables
         if self._copied is not None:
             self._copied.synchronize()  # the upload before
         position = np.array([start for _, start, _, _ in decodes])
-        self._tokens[:count] = [_tokens(request)[start] for request, start, _, _ in decodes]
+        if sources is None:
+            self._tokens[:count] = [_tokens(request)[start] for request, start, _, _ in decodes]
+            self._sources[:count] = -1
+        else:
+            self._sources[:count] = sources
         self._positions[:count] = position
         pages, slots = np.divmod(position, self.page_size)
         self._places[:count, 0] = tables.cells[rows, pages, 0]
@@ -109,6 +125,7 @@ class DecodeInputs:
     def _write_rows(self, begin: int, end: int) -> None:
         """Sequences that read nothing and whose K and V are not kept."""
         self._tokens[begin:end] = 0
+        self._sources[begin:end] = -1
         self._positions[begin:end] = 0
         self._places[begin:end] = -1
         self._spans[begin:end] = 0

@@ -53,7 +53,7 @@ def gpu_engine(device):
     from kvpilot.engine.kv.cuda_storage import CudaStorage
     from kvpilot.engine.runners.cuda_runner import CudaRunner
 
-    def make(**changes: object) -> Engine:
+    def make(*, looks_ahead: bool = True, **changes: object) -> Engine:
         config = EngineConfig(
             pool_bytes=64 * SLOT, prefill_chunk=48, max_batch_ceiling=4, knobs=Knobs(max_batch=4)
         ).with_(**changes)
@@ -65,12 +65,14 @@ def gpu_engine(device):
     return make
 
 
-def run(engine: Engine, lengths: list[int], max_tokens: int) -> dict[str, list[int]]:
+def run(engine: Engine, lengths: list[int], max_tokens: int, only: int | None = None) -> dict[str, list[int]]:
     generator = torch.Generator().manual_seed(1)
     texts: dict[str, list[int]] = {}
     for i, length in enumerate(lengths):
         prompt = torch.randint(CONFIG.vocab_size, (length,), generator=generator).tolist()
-        engine.add_request(str(i), prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+        if only in (None, i):
+            sampling = SamplingParams(max_tokens=max_tokens + i, ignore_eos=True)
+            engine.add_request(str(i), prompt, sampling)
     while engine.has_work():
         for output in engine.step():
             texts.setdefault(output.request.request_id, []).append(output.token)
@@ -100,16 +102,45 @@ def test_logprobs_match_those_of_the_cpu(gpu_engine):
 
 
 @pytest.mark.usefixtures("loops")
-def test_neighbours_and_padding_change_nothing(gpu_engine):
-    """Three sequences, decoded in a bucket of four, draw what each draws alone."""
-    together = run(gpu_engine(), [40, 33, 64], 3)
-    generator = torch.Generator().manual_seed(1)
-    for i, length in enumerate([40, 33, 64]):
-        prompt = torch.randint(CONFIG.vocab_size, (length,), generator=generator).tolist()
-        engine = gpu_engine()
-        engine.add_request("a", prompt, SamplingParams(max_tokens=3, ignore_eos=True))
-        alone = [output.token for _ in range(8) for output in engine.step() if output.token is not None]
-        assert alone == together[str(i)]
+@pytest.mark.parametrize("pool_slots", [64, 9])
+def test_looking_ahead_and_neighbours_change_no_token(gpu_engine, pool_slots):
+    """Sequences that begin pages, end and join at different times, in buckets larger than they are."""
+    lengths = [30, 3, 64]
+    ahead, plain = (
+        run(gpu_engine(looks_ahead=looks_ahead, pool_bytes=pool_slots * SLOT), lengths, 4)
+        for looks_ahead in (True, False)
+    )
+    assert ahead == plain
+    if pool_slots == 64:
+        for i, length in enumerate(lengths):
+            alone = run(gpu_engine(), lengths, 4, only=i)
+            assert alone[str(i)] == ahead[str(i)], length
+
+
+@pytest.mark.usefixtures("loops")
+def test_a_step_run_ahead_is_dropped_for_those_it_is_wrong_for(gpu_engine):
+    """One sequence is aborted, another one's token is replaced, a third one joins: the last tokens are those of an
+    engine that does not look ahead."""
+    results = []
+    for looks_ahead in (True, False):
+        engine = gpu_engine(looks_ahead=looks_ahead)
+        for name, length in (("a", 30), ("b", 31), ("c", 12)):
+            engine.add_request(name, list(range(length)), SamplingParams(max_tokens=5, ignore_eos=True))
+        texts = {}
+        for step in range(9):
+            for output in engine.step():
+                texts.setdefault(output.request.request_id, []).append(output.token)
+            engine.check_integrity()
+            if step == 1:
+                engine.abort("c")
+                engine.scheduler.running[0].tokens[-1] = 5
+            if step == 2:
+                engine.add_request("d", list(range(20)), SamplingParams(max_tokens=3, ignore_eos=True))
+        assert not engine.has_work()
+        assert (engine._runner.num_ahead > 3) == looks_ahead
+        results.append(texts)
+    assert results[0] == results[1]
+    assert len(results[0]["d"]) == 3
 
 
 def test_buckets_end_with_the_ceiling():
@@ -118,3 +149,16 @@ def test_buckets_end_with_the_ceiling():
     assert batch_buckets(1) == [1]
     assert batch_buckets(33)[-2:] == [32, 33]
     assert batch_buckets(400)[-3:] == [320, 384, 400]
+
+
+def test_argmax_and_take_tokens(device):
+    from kvpilot.engine.kernels.gpu.elementwise import argmax, take_tokens
+
+    x = torch.randn(3, 9001).bfloat16()
+    x[1, 8999] = x[1, 17] = 100  # the first of equals
+    x[2] = -torch.inf
+    drawn = torch.zeros(5, dtype=torch.int64, device=device)
+    argmax(x.to(device), drawn[:3])
+    assert drawn.tolist() == [x[0].argmax().item(), 17, 0, 0, 0]
+    tokens, sources = torch.tensor([7, 8, 9], device=device), torch.tensor([1, -1, 0], device=device)
+    assert take_tokens(tokens, sources, drawn).tolist() == [17, 8, drawn[0].item()]

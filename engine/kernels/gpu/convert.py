@@ -5,7 +5,13 @@ import torch
 import triton
 from torch import Tensor
 
-from kvpilot.engine.kernels.gpu.convert_kernel import exact_to_byte, gather_kernel, move_kernel, to_int4
+from kvpilot.engine.kernels.gpu.convert_kernel import (
+    exact_to_byte,
+    first_token_kernel,
+    gather_kernel,
+    move_kernel,
+    to_int4,
+)
 from kvpilot.engine.kernels.gpu.decode import ASM
 from kvpilot.engine.kernels.gpu.layout import FP8, INT4, KINDS
 from kvpilot.engine.kv.formats import PageShape
@@ -31,6 +37,15 @@ def move_cells(pool: Tensor, jobs_N3: Tensor, max_bytes: int) -> None:
     """
     grid = (triton.cdiv(max_bytes, 4 * MOVE_WORDS), len(jobs_N3))
     move_kernel[grid](pool, jobs_N3, WORDS=MOVE_WORDS, num_warps=4)
+
+
+def copy_first_tokens(pool: Tensor, shape: PageShape, jobs_N2: Tensor) -> None:
+    """K and V of the first token of exact pages into others, each (source, target)."""
+    blocks = shape.num_layers * 2 * shape.num_kv_heads
+    grid = (triton.cdiv(blocks, 16), len(jobs_N2))
+    first_token_kernel[grid](
+        pool, jobs_N2, BLOCKS=blocks, PAGE=shape.page_size, HEAD_DIM=shape.head_dim, num_warps=4
+    )
 
 
 def gather_pages(

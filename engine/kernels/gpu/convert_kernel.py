@@ -205,6 +205,18 @@ def _int4_block(base, words, V_OFFSET: tl.constexpr, PAGE: tl.constexpr, HEAD_DI
 
 
 @triton.jit
+def first_token_kernel(pool, jobs, BLOCKS: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Grid (blocks of a page in groups, pages): the first token of exact pages; `jobs` int64 [pages, 2]: offsets."""
+    job = jobs + tl.program_id(1) * 2
+    source = (pool + tl.multiple_of(tl.load(job), 16)).to(tl.pointer_type(tl.bfloat16))
+    target = (pool + tl.multiple_of(tl.load(job + 1), 16)).to(tl.pointer_type(tl.bfloat16))
+    block = tl.program_id(0) * 16 + tl.arange(0, 16)
+    at = block[:, None] * (PAGE * HEAD_DIM) + tl.arange(0, HEAD_DIM)[None, :]
+    inside = (block < BLOCKS)[:, None]
+    tl.store(target + at, tl.load(source + at, mask=inside), mask=inside)
+
+
+@triton.jit
 def move_kernel(pool, jobs, WORDS: tl.constexpr):
     """Grid (blocks of a range, ranges); `jobs` int64 [ranges, 3]: source, target, number of bytes."""
     job = jobs + tl.program_id(1) * 3
