@@ -66,7 +66,8 @@ class Scheduler:
                 budget -= num_new
             if num_new > 0:
                 samples = request.num_computed + num_new == request.num_tokens
-                batch.append(ScheduledRequest(request, request.num_computed, num_new, samples))
+                entry = (request, request.num_computed, num_new, samples)
+                batch.append(tuple.__new__(ScheduledRequest, entry))  # cheaper than its own constructor
         return batch
 
     def _grow(self, now: float) -> bool:
@@ -205,7 +206,8 @@ class Scheduler:
             reason = self._finish_reason(request, token)
             if reason is not None:
                 self.finish(request, reason, now)
-            outputs.append(StepOutput(request, token, draw.logprobs if draw else None, reason))
+            output = (request, token, draw.logprobs if draw else None, reason)
+            outputs.append(tuple.__new__(StepOutput, output))  # cheaper than its own constructor
         return outputs
 
     def finish(self, request: Request, reason: FinishReason, now: float) -> None:

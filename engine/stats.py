@@ -225,11 +225,10 @@ class StatsRecorder:
 
     def __init__(self) -> None:
         # Present from the start, so that rates see the first increment and a scraper can tell "0" from "missing".
-        self._counters: dict[Series, float] = {
-            (name, ()): 0
-            for name, metric in METRICS.items()
-            if metric.kind == "counter" and not metric.labels
+        self._counters: dict[str, float] = {
+            name: 0 for name, metric in METRICS.items() if metric.kind == "counter" and not metric.labels
         }
+        self._labelled: dict[Series, float] = {}
         self._buckets = {
             name: metric.buckets for name, metric in METRICS.items() if metric.kind == "histogram"
         }
@@ -237,11 +236,14 @@ class StatsRecorder:
         self._sums = dict.fromkeys(self._buckets, 0.0)
 
     def add(self, name: str, amount: float = 1, label: str | None = None) -> None:
-        series: Series = (name, ()) if label is None else (name, (label,))
-        self._counters[series] = self._counters.get(series, 0) + amount
+        if label is None:
+            self._counters[name] += amount
+            return
+        series: Series = (name, (label,))
+        self._labelled[series] = self._labelled.get(series, 0) + amount
 
     def count(self, name: str, *labels: str) -> float:
-        return self._counters.get((name, labels), 0)
+        return self._labelled.get((name, labels), 0) if labels else self._counters[name]
 
     def observe(self, name: str, value: float, times: int = 1) -> None:
         self._bucket_counts[name][bisect_left(self._buckets[name], value)] += times
@@ -252,4 +254,6 @@ class StatsRecorder:
             name: Histogram(bounds, tuple(self._bucket_counts[name]), self._sums[name])
             for name, bounds in self._buckets.items()
         }
-        return StatsSnapshot(time=time, values={**self._counters, **gauges}, histograms=histograms)
+        counters: dict[Series, float] = {(name, ()): value for name, value in self._counters.items()}
+        values = {**counters, **self._labelled, **gauges}
+        return StatsSnapshot(time=time, values=values, histograms=histograms)

@@ -26,7 +26,8 @@ class FeatureReader:
     def __init__(self, pool: KVPool, storage: CountingStorage) -> None:
         self._pool = pool
         self._storage = storage
-        self._converted = tuple(storage.converted)
+        self._converted = list(storage.converted)
+        self._none = (0,) * len(storage.converted)
         self._moved_bytes = storage.moved_bytes
 
     def read(self, batch: list[ScheduledRequest]) -> StepFeatures:
@@ -39,15 +40,14 @@ class FeatureReader:
                 prefill_tokens += num_new
                 prefill_attention += num_new * start + num_new * (num_new + 1) // 2
                 prefill_context += start
-        before, self._converted = self._converted, tuple(self._storage.converted)
-        moved_before, self._moved_bytes = self._moved_bytes, self._storage.moved_bytes
-        return StepFeatures(
-            prefill_tokens,
-            prefill_attention,
-            prefill_context,
-            decode_sequences,
-            sampled_rows,
-            tuple(num * size for num, size in zip(self._pool.page_reads, self._pool.page_bytes, strict=True)),
-            tuple(now - earlier for now, earlier in zip(self._converted, before, strict=True)),
-            self._moved_bytes - moved_before,
-        )
+        pool, storage = self._pool, self._storage
+        kv_bytes = [num * pool.page_bytes[level] for level, num in enumerate(pool.page_reads)]
+        converted = self._none
+        if storage.converted != self._converted:
+            converted = tuple([num - self._converted[level] for level, num in enumerate(storage.converted)])
+            self._converted = list(storage.converted)
+        moved_bytes = storage.moved_bytes - self._moved_bytes
+        self._moved_bytes = storage.moved_bytes
+        counts = (prefill_tokens, prefill_attention, prefill_context, decode_sequences, sampled_rows)
+        memory = (tuple(kv_bytes), converted, moved_bytes)
+        return tuple.__new__(StepFeatures, (*counts, *memory))  # cheaper than its own constructor

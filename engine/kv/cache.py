@@ -17,11 +17,12 @@ from math import inf
 from kvpilot.engine.compiled import mypyc_attr
 from kvpilot.engine.config import Knobs
 from kvpilot.engine.errors import PoolIntegrityError
-from kvpilot.engine.kv.eviction import EvictionPolicy, IdleQueue
-from kvpilot.engine.kv.pool import KVPool, Page, PageState
+from kvpilot.engine.kv.eviction import EvictionPolicy, IdleQueue, extreme_page
+from kvpilot.engine.kv.pool import LIVE, RETAINED, UNPROTECTED, KVPool, Page, PageState
 from kvpilot.engine.stats import StatsRecorder
 
-IDLE_STATES = (PageState.UNPROTECTED, PageState.RETAINED)
+IDLE_STATES = (UNPROTECTED, RETAINED)
+STATE_LABELS = tuple(state.name.lower() for state in PageState)
 
 
 class Take(StrEnum):
@@ -47,11 +48,12 @@ class KVCache:
         self._by_hash: dict[Hashable, Page] = {}
         levels = range(len(pool.ladder))
         # by state, level and is_sink: sinks stop a rung earlier and must not hide the pages behind them
-        self._idle = {s: [(IdleQueue(policy), IdleQueue(policy)) for _ in levels] for s in IDLE_STATES}
+        self._idle: list[list[list[IdleQueue]]] = [
+            [[IdleQueue(policy), IdleQueue(policy)] for _ in levels] for _ in PageState
+        ]
         self._live_sealed: list[OrderedDict[Page, None]] = [OrderedDict() for _ in levels]  # oldest first
-        self._retained_by_age: list[
-            tuple[float, int, Page]
-        ] = []  # heap of last use, idle_rank; stale ones too
+        self._retained: dict[int, Page] = {}  # by idle_rank
+        self._retained_by_age: list[int] = []  # heap of ranks, which rise with last_use; stale ones too
         self._retained_bytes = 0
         self._may_grow = False  # retained pages left the budget, or it was raised
         self._next_rank = 0
@@ -78,7 +80,7 @@ class KVCache:
             self._stats.observe("page_reuse_gap_seconds", now - last_use, sum(1 for _ in group))
         for page in idle:
             self._leave_idle(page)
-            self.pool.set_state(page, PageState.LIVE)
+            self.pool.set_state(page, LIVE)
             self._live_sealed[page.level][page] = None
         for page in pages:
             page.refs += 1
@@ -117,7 +119,7 @@ class KVCache:
         for page in self.tail(pages, num_sealed):
             page.guards -= 1
         retains = self.knobs.ttl_seconds > 0 and self.knobs.size_factor > 0
-        state = PageState.RETAINED if retains else PageState.UNPROTECTED
+        state: PageState = RETAINED if retains else UNPROTECTED
         leaf_seen = False
         for page in reversed(pages):  # a leaf goes before its parents
             page.refs -= 1
@@ -165,7 +167,7 @@ class KVCache:
 
     def _shrink_to_budget(self, now: float) -> None:
         while self._retained_bytes > self.budget_bytes:
-            page = self._extreme(PageState.RETAINED, now, least=True)
+            page = self._extreme(RETAINED, now, least=True)
             assert page is not None
             self._unprotect(page)
             self._stats.add("pages_over_budget")
@@ -177,33 +179,38 @@ class KVCache:
         if self.knobs.ttl_seconds == 0 or self._retained_bytes >= self.budget_bytes:
             return
         bytes_left = self.budget_bytes - self._retained_bytes
-        while page := self._extreme(PageState.UNPROTECTED, now, least=False):
+        while page := self._extreme(UNPROTECTED, now, least=False):
             bytes_left -= self.pool.page_bytes[page.level]
             if now > page.last_use + self.knobs.ttl_seconds or bytes_left < 0:
                 break
             self._leave_idle(page)
-            self._become_idle(page, PageState.RETAINED)
+            self._become_idle(page, RETAINED)
 
     def _oldest_retained(self) -> Page | None:
         heap = self._retained_by_age
-        while heap and not (heap[0][2].state == PageState.RETAINED and heap[0][2].idle_rank == heap[0][1]):
+        while heap:
+            page = self._retained.get(heap[0])
+            if page is not None:
+                return page
             heappop(heap)
-        return heap[0][2] if heap else None
+        return None
 
     def _become_idle(self, page: Page, state: PageState) -> None:
         self.pool.set_state(page, state)
         self._queue(page).add(page)
-        if state == PageState.RETAINED:
-            heappush(self._retained_by_age, (page.last_use, page.idle_rank, page))
+        if state is RETAINED:
+            self._retained[page.idle_rank] = page
+            heappush(self._retained_by_age, page.idle_rank)
             self._retained_bytes += self.pool.page_bytes[page.level]
 
     def _unprotect(self, page: Page) -> None:
         self._leave_idle(page)
-        self._become_idle(page, PageState.UNPROTECTED)
+        self._become_idle(page, UNPROTECTED)
 
     def _leave_idle(self, page: Page) -> None:
         self._queue(page).remove(page)
-        if page.state == PageState.RETAINED:
+        if page.state is RETAINED:
+            del self._retained[page.idle_rank]
             self._retained_bytes -= self.pool.page_bytes[page.level]
             self._may_grow = True
 
@@ -212,12 +219,13 @@ class KVCache:
 
     def _extreme(self, state: PageState, now: float, *, least: bool) -> Page | None:
         """The least (or most) valuable idle page of this state, over all levels."""
-        queues = [queue for pair in self._idle[state] for queue in pair if queue.pages]
-        pages = [page for queue in queues if (page := queue.first(now) if least else queue.last(now))]
-        if len(pages) <= 1:
-            return pages[0] if pages else None
-        choose = min if least else max
-        return choose(pages, key=lambda page: (self.policy.value(page, now), page.idle_rank))
+        pages: list[Page] = []
+        for pair in self._idle[state]:
+            for queue in pair:
+                page = queue.first(now) if least else queue.last(now)
+                if page is not None:
+                    pages.append(page)
+        return extreme_page(self.policy, pages, now, least)
 
     def tail(self, pages: list[Page], num_sealed: int) -> list[Page]:
         """The sealed pages of a running sequence that keep 8 bits because its last tokens are in them."""
@@ -232,12 +240,12 @@ class KVCache:
         """
         pool = self.pool
         level_limit = self.knobs.kv_level
-        pages = [sum(pool.counts[PageState.LIVE][level]) for level in range(len(pool.ladder))]
-        retained = [list(row) for row in pool.counts[PageState.RETAINED]]
+        pages = [sum(pool.counts[LIVE][level]) for level in range(len(pool.ladder))]
+        retained = [list(row) for row in pool.counts[RETAINED]]
         for page in matched:
             if page.refs == 0:
                 pages[page.level] += 1
-                if page.state == PageState.RETAINED:
+                if page.state is RETAINED:
                     retained[page.level][page.is_sink] -= 1
         if not with_retained:
             for level, row in enumerate(retained):
@@ -250,11 +258,11 @@ class KVCache:
         """Make room for `num_slots` open pages in the order of the module's docstring; False if that fails."""
         pool = self.pool
         while pool.available_slots < num_slots:
-            if pool.compact() or self._step_down_idle(now) or self._release_one(PageState.UNPROTECTED, now):
+            if pool.compact() or self._step_down_idle(now) or self._release_one(UNPROTECTED, now):
                 continue
             if take is None:
                 return False
-            if self._release_one(PageState.RETAINED, now):
+            if self._release_one(RETAINED, now):
                 self._stats.add("retained_taken", 1, take)
             elif take != Take.GROWTH or not self._step_down_live():
                 return False
@@ -268,11 +276,7 @@ class KVCache:
         for _ in range(max_pages):
             if self.pool.available_slots >= reserve_slots:
                 return False
-            if not (
-                self.pool.compact()
-                or self._step_down_idle(now)
-                or self._release_one(PageState.UNPROTECTED, now)
-            ):
+            if not (self.pool.compact() or self._step_down_idle(now) or self._release_one(UNPROTECTED, now)):
                 return False
         return True
 
@@ -292,7 +296,7 @@ class KVCache:
         self._queue(page).remove(page)
         self._step_down(page)
         self._queue(page).add(page)
-        if page.state == PageState.RETAINED:
+        if page.state is RETAINED:
             self._retained_bytes += self.pool.page_bytes[page.level] - bytes_before
             self._may_grow = True
         if page.hash is None:  # could not be encoded and serves nobody any more
@@ -325,7 +329,7 @@ class KVCache:
         return page is not None
 
     def _release(self, page: Page, now: float) -> None:
-        self._stats.add("pages_released", 1, page.state.name.lower())
+        self._stats.add("pages_released", 1, STATE_LABELS[page.state])
         self._stats.observe("page_idle_before_release_seconds", now - page.last_use)
         self._drop(page)
 
@@ -334,7 +338,6 @@ class KVCache:
         self._leave_idle(page)
         if page.hash is not None:
             del self._by_hash[page.hash]
-        page.idle_rank = -1  # its entry in the heap of retained pages is stale now
         self.pool.free(page)
 
     # ------------------------------------------------------------------ checks

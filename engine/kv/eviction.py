@@ -121,59 +121,102 @@ class HazardPolicy:
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LruPolicy, "hazard": HazardPolicy}
 
 
+def extreme_page(policy: EvictionPolicy, pages: list[Page], now: float, least: bool) -> Page | None:
+    """The least or the most valuable of some pages, of equal ones that idle longest or shortest."""
+    if not pages:
+        return None
+    best = pages[0]
+    if len(pages) == 1:
+        return best
+    best_value = policy.value(best, now)
+    for page in pages[1:]:
+        value = policy.value(page, now)
+        is_less = value < best_value or (value == best_value and page.idle_rank < best.idle_rank)
+        if is_less == least:
+            best, best_value = page, value
+    return best
+
+
 class IdleQueue:
-    """Idle pages of one state and level. Heaps with lazy deletion, one pair per bucket of the policy."""
+    """Idle pages of one state and level. Heaps with lazy deletion, one pair per bucket of the policy.
+
+    A key is (order, idle_rank); the rank alone while that is the order of all pages seen so far.
+    """
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
-        self.pages: dict[Page, int] = {}  # with their idle_rank
-        self._old: dict[int, list[_Entry]] = {}  # the least valuable on top
-        self._new: dict[int, list[_Entry]] | None = None  # the most valuable on top; made when first needed
+        self.pages: dict[int, Page] = {}  # by idle_rank
+        self._is_ranked = True
+        self._old: dict[int, list[_Key]] = {}  # the least valuable on top
+        self._new: dict[int, list[_Key]] | None = (
+            None  # negated, the most valuable on top; made when first needed
+        )
 
     def add(self, page: Page) -> None:
         bucket, order, rank = self._policy.bucket(page), self._policy.order(page), page.idle_rank
-        self.pages[page] = rank
-        heapq.heappush(self._old.setdefault(bucket, []), (order, rank, page))
+        if self._is_ranked and order != rank:
+            self._leave_ranks()
+        self.pages[rank] = page
+        heap = self._old.get(bucket)
+        if heap is None:
+            heap = self._old[bucket] = []
+        if self._is_ranked:
+            heapq.heappush(heap, rank)
+        else:
+            heapq.heappush(heap, (order, rank))
         if self._new is not None:
-            heapq.heappush(self._new.setdefault(bucket, []), (-order, -rank, page))
+            heap = self._new.setdefault(bucket, [])
+            heapq.heappush(heap, -rank if self._is_ranked else (-order, -rank))
 
     def remove(self, page: Page) -> None:
-        del self.pages[page]
+        del self.pages[page.idle_rank]
 
     def first(self, now: float) -> Page | None:
         """The least valuable page; within a bucket, of equal order, the one idle longest."""
         if not self.pages:
             return None
-        heads = [head for heap in self._old.values() if (head := self._head(heap, 1))]
-        if len(heads) <= 1:
-            return heads[0] if heads else None
-        return min(heads, key=lambda page: (self._policy.value(page, now), page.idle_rank))
+        return self._extreme(self._old, 1, now)
 
     def last(self, now: float) -> Page | None:
         """The most valuable page; within a bucket, of equal order, the one idle shortest."""
         if not self.pages:
             return None
         if self._new is None:
-            self._new = {
-                bucket: sorted((-order, -rank, page) for order, rank, page in heap)
-                for bucket, heap in self._old.items()
-            }
-        heads = [head for heap in self._new.values() if (head := self._head(heap, -1))]
-        if len(heads) <= 1:
-            return heads[0] if heads else None
-        return max(heads, key=lambda page: (self._policy.value(page, now), page.idle_rank))
+            self._new = {bucket: sorted(map(_negated, heap)) for bucket, heap in self._old.items()}
+        return self._extreme(self._new, -1, now)
 
-    def _head(self, heap: list["_Entry"], sign: int) -> Page | None:
+    def _leave_ranks(self) -> None:
+        self._is_ranked = False
+        for heaps in (self._old, self._new or {}):
+            for heap in heaps.values():
+                heap[:] = [(rank, rank) for rank in map(_rank, heap)]
+
+    def _extreme(self, heaps: dict[int, list["_Key"]], sign: int, now: float) -> Page | None:
+        heads: list[Page] = []
+        for heap in heaps.values():
+            head = self._head(heap, sign)
+            if head is not None:
+                heads.append(head)
+        return extreme_page(self._policy, heads, now, sign > 0)
+
+    def _head(self, heap: list["_Key"], sign: int) -> Page | None:
         pages = self.pages
         if len(heap) > 64 + 4 * len(pages):
-            valid = {entry[1]: entry for entry in heap if pages.get(entry[2]) == sign * entry[1]}
-            heap[:] = sorted(valid.values(), key=lambda entry: entry[:2])
+            heap[:] = sorted({key for key in heap if sign * _rank(key) in pages})  # pyright: ignore
         while heap:
-            entry = heap[0]
-            if pages.get(entry[2]) == sign * entry[1]:
-                return entry[2]
+            page = pages.get(sign * _rank(heap[0]))
+            if page is not None:
+                return page
             heapq.heappop(heap)
         return None
 
 
-_Entry = tuple[float, int, Page]  # order, idle_rank (negated where the most valuable is on top), page
+_Key = int | tuple[float, int]
+
+
+def _rank(key: _Key) -> int:
+    return key if isinstance(key, int) else key[1]
+
+
+def _negated(key: _Key) -> _Key:
+    return -key if isinstance(key, int) else (-key[0], -key[1])

@@ -7,6 +7,7 @@ pages: with them a page can be stepped down when nothing else is free.
 
 from collections.abc import Hashable, Iterable
 from enum import IntEnum
+from typing import Final
 
 from kvpilot.engine.errors import ConfigError, KVPilotError, PoolIntegrityError
 from kvpilot.engine.kv.formats import BITS, PageShape, payload_bytes, scale_bytes
@@ -18,6 +19,11 @@ class PageState(IntEnum):
     LIVE = 0  # used by at least one running request
     RETAINED = 1  # idle, protected from release
     UNPROTECTED = 2  # idle, released when memory is needed
+
+
+LIVE: Final = PageState.LIVE
+RETAINED: Final = PageState.RETAINED
+UNPROTECTED: Final = PageState.UNPROTECTED
 
 
 class Page:
@@ -44,7 +50,7 @@ class Page:
         self.level = 0
         self.payload = payload
         self.scales = -1
-        self.state = PageState.LIVE
+        self.state: PageState = LIVE
         self.refs = 1  # running requests that have it
         self.readers = 0  # those of them that decode
         self.hash: Hashable | None = None  # set while the prefix cache can find it
@@ -141,13 +147,13 @@ class KVPool:
         page = Page(self._next_id, address)
         self._next_id += 1
         self._pages[page.page_id] = page
-        self.counts[PageState.LIVE][0][0] += 1
+        self.counts[LIVE][0][0] += 1
         return page
 
     def free(self, page: Page) -> None:
         del self._pages[page.page_id]
         self.counts[page.state][page.level][page.is_sink] -= 1
-        self._free_cells(Cell(page.payload, page.scales))
+        self._free_cells(page.payload, page.scales)
 
     def add_readers(self, pages: Iterable[Page], num: int) -> None:
         """A decoding sequence begins (num 1) or ends (num -1) to read these pages in every step."""
@@ -188,21 +194,26 @@ class KVPool:
         assert page.is_sealed
         assert page.level < self.last_level
         level = page.level + 1
-        target = self._take_cells(level)
-        source = Cell(page.payload, page.scales)
+        payload, scales = self.slots.allocate(level), self.slots.allocate(self.last_level + level)
+        assert payload is not None, "step_down() without room"
+        assert scales is not None, "step_down() without room"
+        # tuple.__new__ costs a third of what a NamedTuple's own constructor does
+        source = tuple.__new__(Cell, (page.payload, page.scales))
+        target = tuple.__new__(Cell, (payload, scales))
         try:
-            self._storage.convert([Conversion(source, page.level, target, level)])
+            self._storage.convert([tuple.__new__(Conversion, (source, page.level, target, level))])
         except KVPilotError:
-            self._free_cells(target)
+            self.slots.free(payload)
+            self.slots.free(scales)
             page.is_stuck = True
             return False
-        self._free_cells(source)
+        self._free_cells(page.payload, page.scales)
         self.counts[page.state][page.level][page.is_sink] -= 1
         self.counts[page.state][level][page.is_sink] += 1
         self.page_reads[page.level] -= page.readers
         self.page_reads[level] += page.readers
-        page.level, page.payload, page.scales = level, target.payload, target.scales
-        self._owners[target.payload] = self._owners[target.scales] = page
+        page.level, page.payload, page.scales = level, payload, scales
+        self._owners[payload] = self._owners[scales] = page
         return True
 
     def compact(self) -> bool:
@@ -252,25 +263,20 @@ class KVPool:
             raise PoolIntegrityError(f"cells: pages hold {cells}, owners {len(self._owners)}, slots {booked}")
 
     # ------------------------------------------------------------------ cells
-    def _take_cells(self, level: int) -> Cell:
-        payload, scales = self.slots.allocate(level), self.slots.allocate(self.last_level + level)
-        assert payload is not None, "step_down() without room"
-        assert scales is not None, "step_down() without room"
-        return Cell(payload, scales)
-
-    def _free_cells(self, cell: Cell) -> None:
-        self.slots.free(cell.payload)
-        if cell.scales >= 0:
-            self.slots.free(cell.scales)
-            self._owners.pop(cell.payload, None)
-            self._owners.pop(cell.scales, None)
+    def _free_cells(self, payload: int, scales: int) -> None:
+        self.slots.free(payload)
+        if scales >= 0:
+            self.slots.free(scales)
+            del self._owners[payload]
+            del self._owners[scales]
 
     def _relocate(self, cls: int, address: int) -> Move:
-        page = self._owners.pop(address)
+        page = self._owners[address]
+        del self._owners[address]
         target = self.slots.relocate(address)
         self._owners[target] = page
         if cls <= self.last_level:
             page.payload = target
         else:
             page.scales = target
-        return Move(address, target, self.slots.cell_bytes[cls])
+        return tuple.__new__(Move, (address, target, self.slots.cell_bytes[cls]))

@@ -22,6 +22,7 @@ class SlotAllocator:
         self.used_cells = [0] * len(cell_bytes)
         self._class = [FREE] * num_slots
         self._mask = [0] * num_slots  # bit i: cell i is taken
+        self._taken = [0] * num_slots  # bits in the mask
         self.free_slots = list(range(num_slots - 1, -1, -1))
         self._partial: list[dict[int, None]] = [{} for _ in cell_bytes]  # slots with a taken and an open cell
         self._num_partial = 0  # over all classes
@@ -37,39 +38,48 @@ class SlotAllocator:
 
     def allocate(self, cls: int) -> int | None:
         """Address of a cell, from a partly filled slot if there is one; None if neither that nor a free slot."""
-        partial = self._partial[cls]
-        if partial:
-            slot = next(iter(partial))
-        elif self.free_slots:
-            slot = self.free_slots.pop()
-            self._class[slot] = cls
-        else:
+        for slot in self._partial[cls]:
+            return self._take_cell(cls, slot)
+        if not self.free_slots:
             return None
-        mask = self._mask[slot]
-        index = (~mask & (mask + 1)).bit_length() - 1
-        mask |= 1 << index
-        self._mask[slot] = mask
+        slot = self.free_slots.pop()
+        self._class[slot], self._mask[slot], self._taken[slot] = cls, 1, 1
         self.used_cells[cls] += 1
-        if mask == (1 << self.per_slot[cls]) - 1:
-            self._remove_partial(cls, slot)
-        else:
+        if self.per_slot[cls] > 1:
             self._add_partial(cls, slot)
+        return slot * self.slot_bytes
+
+    def _take_cell(self, cls: int, slot: int) -> int:
+        """The first open cell of a partly filled slot."""
+        mask = self._mask[slot]
+        bit = ~mask & (mask + 1)
+        self._mask[slot] = mask + bit
+        self._taken[slot] += 1
+        self.used_cells[cls] += 1
+        if self._taken[slot] == self.per_slot[cls]:
+            self._remove_partial(cls, slot)
+        index = bit.bit_length() - 1
         return slot * self.slot_bytes + index * self.cell_bytes[cls]
 
     def free(self, address: int) -> None:
-        slot, offset = divmod(address, self.slot_bytes)
+        slot = address // self.slot_bytes
         cls = self._class[slot]
         assert cls != FREE, f"slot of {address} is free"
-        bit = 1 << (offset // self.cell_bytes[cls])
-        assert self._mask[slot] & bit, f"cell at {address} is not taken"
-        self._mask[slot] &= ~bit
+        bit = 1 << ((address - slot * self.slot_bytes) // self.cell_bytes[cls])
+        mask = self._mask[slot]
+        assert mask & bit, f"cell at {address} is not taken"
+        self._mask[slot] = mask - bit
+        taken = self._taken[slot]
+        self._taken[slot] = taken - 1
         self.used_cells[cls] -= 1
-        if self._mask[slot]:
-            self._add_partial(cls, slot)
-        else:
+        if taken > 1:
+            if taken == self.per_slot[cls]:
+                self._add_partial(cls, slot)
+            return
+        if self.per_slot[cls] > 1:
             self._remove_partial(cls, slot)
-            self._class[slot] = FREE
-            self.free_slots.append(slot)
+        self._class[slot] = FREE
+        self.free_slots.append(slot)
 
     @property
     def may_compact(self) -> bool:
@@ -98,13 +108,17 @@ class SlotAllocator:
         partial = self._partial[cls]
         if len(partial) < 2:
             return None
-        open_cells = len(partial) * self.per_slot[cls] - sum(self._mask[s].bit_count() for s in partial)
-        slot = min(partial, key=lambda s: (self._mask[s].bit_count(), s))
-        taken = self._mask[slot].bit_count()
-        if open_cells - (self.per_slot[cls] - taken) < taken:
+        slot, taken, taken_in_all = -1, 0, 0
+        for other in partial:
+            count = self._taken[other]
+            taken_in_all += count
+            if slot < 0 or count < taken or (count == taken and other < slot):
+                slot, taken = other, count
+        per_slot = self.per_slot[cls]
+        if (len(partial) - 1) * per_slot - (taken_in_all - taken) < taken:
             return None
-        base, size = slot * self.slot_bytes, self.cell_bytes[cls]
-        return [base + i * size for i in range(self.per_slot[cls]) if self._mask[slot] >> i & 1]
+        base, size, mask = slot * self.slot_bytes, self.cell_bytes[cls], self._mask[slot]
+        return [base + i * size for i in range(per_slot) if mask >> i & 1]
 
     def relocate(self, address: int) -> int:
         """Take a cell of the same class in another partly filled slot and free this one; returns the new address."""
@@ -121,8 +135,11 @@ class SlotAllocator:
         """Raise PoolIntegrityError unless free + taken slots and the cells of every class add up."""
         counts = [0] * len(self.cell_bytes)
         for slot, (cls, mask) in enumerate(zip(self._class, self._mask, strict=True)):
-            if (cls == FREE) != (mask == 0):
-                raise PoolIntegrityError(f"slot {slot}: class {cls} with taken cells {mask:b}")
+            taken = self._taken[slot]
+            if (cls == FREE) != (mask == 0) or mask.bit_count() != taken:
+                raise PoolIntegrityError(
+                    f"slot {slot}: class {cls} with taken cells {mask:b}, {taken} booked"
+                )
             if cls == FREE:
                 continue
             counts[cls] += mask.bit_count()

@@ -13,10 +13,8 @@ from kvpilot.engine.config import EngineConfig, Knobs
 from kvpilot.engine.errors import ConfigError
 from kvpilot.engine.kv.formats import PageShape
 from kvpilot.engine.step_features import StepFeatures
-
-TICK = 2.0**-20  # seconds; durations are whole ticks, so that their sums are exact
-
-Ramp = tuple[tuple[int, float], ...]  # (from this count on, seconds per further one), rising counts
+from kvpilot.env.simulator.step_cost import Ramp, StepCost
+from kvpilot.env.simulator.step_cost import ramp_seconds as ramp_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,23 +68,18 @@ class LatencyProfile:
 
     def step_seconds(self, features: StepFeatures, ladder: tuple[str, ...]) -> float:
         """Duration of the step: a multiple of TICK, at least one."""
-        seconds = (
-            self.fixed
-            + self.prefill_token * features.prefill_tokens
-            + self.prefill_pair * features.prefill_attention
-            + self.prefill_context * features.prefill_context
-            + self.sequence * features.decode_sequences
-            + self.moved_byte * features.moved_bytes
+        return self.step_cost(ladder).seconds(features)
+
+    def step_cost(self, ladder: tuple[str, ...]) -> StepCost:
+        """The weights for pages on this ladder."""
+        return StepCost(
+            [self.fixed, self.prefill_token, self.prefill_pair, self.prefill_context, self.sequence],
+            self.moved_byte,
+            kv_byte=[self.kv_byte[codec] for codec in ladder],
+            convert=[0.0, *(self.convert[codec] for codec in ladder[1:])],
+            rows=self.rows,
+            sampled=self.sampled,
         )
-        if self.rows:
-            seconds += ramp_seconds(self.rows, features.prefill_tokens + features.decode_sequences)
-        if self.sampled:
-            seconds += ramp_seconds(self.sampled, features.sampled_rows)
-        for level, codec in enumerate(ladder):
-            seconds += self.kv_byte[codec] * features.kv_bytes[level]
-            if features.converted[level]:
-                seconds += self.convert[codec] * features.converted[level]
-        return max(round(seconds / TICK), 1) * TICK
 
     def for_page_size(self, page_size: int) -> "LatencyProfile":
         """The same with `convert` for pages of another size than `engine["page_size"]`: it grows with the bytes."""
@@ -102,16 +95,6 @@ class LatencyProfile:
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-
-
-def ramp_seconds(ramp: Ramp, count: int) -> float:
-    """The slopes added up over 0 .. `count`."""
-    seconds = 0.0
-    for (start, slope), (stop, _) in pairwise((*ramp, (inf, 0.0))):
-        if count <= start:
-            break
-        seconds += slope * (min(count, stop) - start)
-    return seconds
 
 
 def load_profile(name: str) -> LatencyProfile:

@@ -70,8 +70,7 @@ class Simulation:
                 on_progress(self._next_row)
             arrival = self._next_arrival()
             if engine.has_work():
-                engine.next_event = min(arrival, until)
-                self._note_ended([out.request for out in engine.step() if out.finish_reason is not None])
+                self._note_ended(engine.advance(min(arrival, until)))
             else:
                 clock.now = min(arrival, until)
         if clock.now < until < inf:
