@@ -3,7 +3,6 @@
 Runs in worker processes: look-aheads fork, so nothing here may import torch.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +47,6 @@ class LabelTask:
 
 def label(task: LabelTask) -> int:
     """Writes the demonstrations of one episode; how many decisions have values."""
-    os.nice(5)  # whoever watches the progress comes first
     run = start_run(task.episode, reward=ObjectiveReward(task.weights))
     driver = _Driver(task)
     rows = _Rows(task)

@@ -9,6 +9,9 @@ from gymnasium import spaces
 from kvpilot.agent.training.config import TrainConfig
 from kvpilot.agent.training.networks import Normalization
 
+from ..tuning.conftest import cache, folder, profile, workload  # noqa: TID252 - one small workload, not two
+
+__all__ = ["cache", "folder", "profile", "workload"]  # fixtures: a small workload of hand-made sessions
 BEST = 3
 
 
