@@ -128,7 +128,13 @@ class AsyncEngine:
         self._thread.start()
 
     async def generate(
-        self, prompt: list[int], sampling: SamplingParams, *, cache_salt: str = "", stop: Sequence[str] = ()
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        *,
+        cache_salt: str = "",
+        stop: Sequence[str] = (),
+        traceparent: str | None = None,
     ) -> Generation:
         """Queue a request. Raises RequestError, EngineFullError, EngineClosedError (draining or failed)."""
         if self.state != "ok":
@@ -138,7 +144,7 @@ class AsyncEngine:
         self._idle.clear()
         try:
             generation.request = await self.call(
-                partial(self._add, generation, prompt, sampling, cache_salt, stop)
+                partial(self._add, generation, prompt, sampling, cache_salt, stop, traceparent)
             )
         except BaseException:  # cancellation too: the request may be queued by now
             generation.close()
@@ -217,11 +223,13 @@ class AsyncEngine:
         sampling: SamplingParams,
         cache_salt: str,
         stop: Sequence[str],
+        traceparent: str | None,
     ) -> Request:
         if self._failed:
             raise EngineClosedError("the engine takes no new requests: it is failed")
         request_id = generation.request_id
         request = self.engine.add_request(request_id, prompt, sampling, cache_salt=cache_salt)
+        request.traceparent = traceparent
         self._streams[request_id] = _Stream(generation, request, TextStream(self._tokenizer, stop))
         return request
 

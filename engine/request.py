@@ -59,6 +59,7 @@ class Request:
     block_hash: Callable[[int], Hashable]
     sampling: SamplingParams | None = None
     tokens: list[int] | None = None  # prompt, then output
+    traceparent: str | None = None  # W3C trace context of the client's span, for the server's spans
     # ------------------------------------------------------------------ owned by the scheduler
     num_tokens: int = 0  # prompt + output so far
     num_computed: int = 0  # tokens whose K and V are in the pages

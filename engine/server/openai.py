@@ -156,7 +156,11 @@ class OpenAIService:
         kind: type[CompletionFormat] | type[ChatFormat],
     ) -> Response:
         generation = await self._engine.generate(
-            prompt, sampling, cache_salt=body.cache_salt or "", stop=body.stop_strings
+            prompt,
+            sampling,
+            cache_salt=body.cache_salt or "",
+            stop=body.stop_strings,
+            traceparent=request.headers.get("traceparent"),
         )
         with_usage = bool(body.stream and body.include_usage)
         form: AnswerFormat = kind(

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import NamedTuple
@@ -21,10 +22,12 @@ from kvpilot.engine.async_engine import AsyncEngine
 from kvpilot.engine.engine import Engine
 from kvpilot.engine.errors import ConfigError
 from kvpilot.engine.model.tokenizer import Tokenizer
+from kvpilot.engine.request import Request
 from kvpilot.engine.server.admin import create_admin_app
 from kvpilot.engine.server.app import create_app
 from kvpilot.engine.server.openai import MetricsSource
 from kvpilot.engine.server.recorder import TrafficRecorder
+from kvpilot.engine.server.tracing import RequestTracer, open_provider
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +115,9 @@ async def run_servers(
         admin = stack.enter_context(bind(config.admin_host, config.admin_port, "admin_port"))
         _warn_if_exposed(config.admin_host)
         recorder = None if config.record is None else stack.enter_context(_recorder(engine, config.record))
-        async_engine = AsyncEngine(engine, tokenizer, on_end=None if recorder is None else recorder.record)
+        tracer = _tracer(engine, config.model_name)
+        listeners = [one.record for one in (recorder, tracer) if one is not None]
+        async_engine = AsyncEngine(engine, tokenizer, on_end=partial(_tell, listeners) if listeners else None)
         app = create_app(async_engine, tokenizer, config.model_name, metrics)
         admin_app = create_admin_app(async_engine, config.admin_token)
         servers = [_server(app), _server(admin_app)]
@@ -136,6 +141,18 @@ async def run_servers(
             server.should_exit = True
         await asyncio.gather(*tasks)
         await async_engine.close()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
+
+
+def _tell(listeners: list[Callable[[Request], None]], request: Request) -> None:
+    for listener in listeners:
+        listener(request)
+
+
+def _tracer(engine: Engine, model_name: str) -> RequestTracer | None:
+    provider = open_provider("kvpilot-engine")
+    return None if provider is None else RequestTracer(provider, model_name=model_name, clock=engine.clock)
 
 
 def _recorder(engine: Engine, path: Path) -> TrafficRecorder:
