@@ -22,8 +22,8 @@ PORTFOLIO = Portfolio(
 )
 
 
-def play(env, seed, actions):
-    seen = [env.reset(seed=seed)[0]]
+def play(env, seed, actions, options=None):
+    seen = [env.reset(seed=seed, options=options)[0]]
     rewards = []
     for action in actions:
         observation, reward, terminated, truncated, _ = env.step(action)
@@ -96,10 +96,9 @@ def test_a_reward_that_is_no_number_stops_the_run(episode, folder, profile):
     unknown = replace(profile, quality_loss={"int8": 7e-5})
     unknown.write(folder / "unknown.json")
     env = KVCacheTuningEnv(actions=PORTFOLIO)
-    env.reset(options={"episode": replace(episode, profile=str(folder / "unknown.json"))})
+    unmeasured = replace(episode, profile=str(folder / "unknown.json"))
     with pytest.raises(RewardError, match="reward part quality=nan"):
-        for _ in range(6):
-            env.step(2)
+        play(env, None, [2] * 6, options={"episode": unmeasured})
 
 
 @pytest.mark.parametrize("kind", [SyncVectorEnv, AsyncVectorEnv])

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -10,7 +11,7 @@ from kvpilot.env.traces.trace import TraceError
 from kvpilot.env.tuning import reference
 from kvpilot.env.tuning.episode import Episode
 from kvpilot.env.tuning.standard import standard_workloads
-from kvpilot.env.tuning.workload import Regime, StreamSpec, Workload, load_workload
+from kvpilot.env.tuning.workload import Regime, StreamSpec, load_workload
 
 
 def windows_of(episode, knobs=None):
@@ -115,8 +116,8 @@ def test_draws_stay_within_what_is_allowed(workload):
         assert 80 <= episode.seconds <= 120
         assert episode.seconds % 10 == 0
         names = [name for _, name in episode.phases]
-        assert all(a != b for a, b in zip(names, names[1:], strict=False)), "no regime follows itself"
-        lengths = [b - a for (a, _), (b, _) in zip(episode.phases, episode.phases[1:], strict=False)]
+        assert all(a != b for a, b in pairwise(names)), "no regime follows itself"
+        lengths = [b - a for (a, _), (b, _) in pairwise(episode.phases)]
         assert all(20 <= length <= 40 for length in lengths[1:])
         levels = {s.loop: s.level for s in episode.streams}
         for (_, name), (_, users) in zip(episode.phases, levels["closed"], strict=True):
@@ -199,9 +200,7 @@ def test_a_rate_curve_modulates_a_level(tmp_path, workload, folder):
     (tmp_path / "rates.csv").write_text(rates)
     spec = StreamSpec(file="sessions.jsonl", loop="open", curve_file="rates.csv", curve_seconds=(10.0, 10.0))
     steady = Regime(seconds=(500.0, 500.0), levels={"users": (0.4, 0.4)})
-    waves = Workload(
-        **{**vars(workload), "folder": str(tmp_path), "streams": {"users": spec}, "regimes": {"r": steady}}
-    )
+    waves = workload.with_(folder=str(tmp_path), streams={"users": spec}, regimes={"steady": steady})
     level = [value for _, value in waves.draw(2).streams[0].level]
     assert sum(level) / len(level) == pytest.approx(0.4)
     assert {round(value / min(level), 6) for value in level} == {1.0, 2.0, 3.0}

@@ -40,6 +40,13 @@ class LiveState:
         self.bounds = knob_bounds(engine.config)
 
 
+class StepwiseEngine(Engine):
+    """The engine as it serves, one step at a time, in the place of the simulated one."""
+
+    def advance(self, next_event):
+        return [output.request for output in self.step() if output.finish_reason is not None]
+
+
 class StubClockEngine:
     """The same traffic against an engine that runs every step by itself. `sleep` lets the time pass."""
 
@@ -57,7 +64,7 @@ class StubClockEngine:
         profile = load_profile(episode.profile).for_page_size(episode.page_size)
         config, storage = episode.engine_config(), CountingStorage(NoStorage(), 3)
         runner = SimulatedRunner(profile, begun.clock, config.ladder)
-        engine = Engine(
+        engine = StepwiseEngine(
             config,
             profile.model.page_shape(episode.page_size),
             runner,
@@ -150,7 +157,7 @@ def test_the_live_environment_is_a_gymnasium_environment(live, episode):
 
 def test_a_failing_engine_ends_the_episode(live, episode):
     env = live_env(live, episode)
-    before, _ = env.reset()
+    env.reset()
     live.fails = True
     observation, reward, terminated, truncated, info = env.step(2)
     assert (reward, terminated, truncated) == (-1.0, True, False)

@@ -55,12 +55,12 @@ def test_levels_multiply():
     "level", [(), ((1.0, 2.0),), ((0.0, 1.0), (0.0, 2.0)), ((0.0, -1.0),), ((0.0, np.nan),)]
 )
 def test_a_level_that_is_none_is_refused(level):
-    with pytest.raises(ConfigError, match="level of sessions.jsonl"):
+    with pytest.raises(ConfigError, match=r"level of sessions.jsonl"):
         stream("open", *level)
 
 
 def test_a_loop_that_is_none_is_refused():
-    with pytest.raises(ConfigError, match="loop='round'.*closed, open, one-off"):
+    with pytest.raises(ConfigError, match=r"loop='round'.*closed, open, one-off"):
         stream("round", (0.0, 1.0))
 
 
@@ -98,7 +98,7 @@ def test_a_short_trace_cannot_be_split(tmp_path, make_sessions, write_trace):
 def test_what_is_missing_is_named(episode, tmp_path):
     with pytest.raises(TraceError, match="there is no such folder"):
         replace(episode, folder=str(tmp_path / "none")).start()
-    with pytest.raises(TraceError, match="sessions.jsonl: no such file"):
+    with pytest.raises(TraceError, match=r"sessions.jsonl: no such file"):
         replace(episode, folder=str(tmp_path)).start()
     with pytest.raises(ConfigError, match="split='dev' is invalid: expected train, validation, test"):
         replace(episode, split="dev").start()

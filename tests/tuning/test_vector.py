@@ -67,7 +67,7 @@ def test_levels_are_by_rank_not_by_name():
 
 
 def test_knobs_are_placed_between_their_bounds():
-    for name, limit in BOUNDS.items():
+    for limit in BOUNDS.values():
         assert knob_position(limit.low, limit) == 0
         assert knob_position(limit.high, limit) == pytest.approx(1)
     ttl = [knob_position(s, BOUNDS["ttl_seconds"]) for s in (0, 10, 100, 1000, 10000)]
