@@ -100,8 +100,13 @@ def report(
         return CloneReport(math.nan, math.nan, math.nan, math.nan, epochs)
     every = np.arange(len(values))
     fixed = 1 + int(others[:, 1:].mean(axis=0).argmax())
-    choices = (values[every, chosen], values[:, fixed], values[every, rule], values.max(axis=1))
-    return CloneReport(*(float(choice.mean()) for choice in choices), epochs)
+    return CloneReport(
+        clone=float(values[every, chosen].mean()),
+        fixed=float(values[:, fixed].mean()),
+        rule=float(values[every, rule].mean()),
+        best=float(values.max(axis=1).mean()),
+        epochs=epochs,
+    )
 
 
 class _Loss:

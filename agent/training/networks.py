@@ -38,6 +38,9 @@ class Normalization(NamedTuple):
 class NormalizedFeatures(BaseFeaturesExtractor):
     """(x - mean) / std, clipped. Buffers, not parameters: neither cloning nor PPO moves them."""
 
+    mean: torch.Tensor
+    std: torch.Tensor
+
     def __init__(self, observation_space: spaces.Space, mean: list[float], std: list[float]) -> None:
         super().__init__(observation_space, features_dim=len(mean))
         self.register_buffer("mean", torch.tensor(mean))
@@ -89,8 +92,10 @@ def build_model(
 def logits_and_values(policy: ActorCriticPolicy, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[N, D] -> logits [N, A], values [N]. For an LSTM these are N decisions of one episode, from its first."""
     features = policy.extract_features(inputs)
+    assert isinstance(features, torch.Tensor)
     for_actor = for_critic = features
     if isinstance(policy, RecurrentActorCriticPolicy):
+        assert policy.critic is not None
         for_actor, _ = policy.lstm_actor(features)
         for_critic = policy.critic(features)
     latent_actor = policy.mlp_extractor.forward_actor(for_actor)
@@ -102,12 +107,12 @@ def actor_tensors(policy: ActorCriticPolicy) -> dict[str, NDArray[np.float32]]:
     """The part that acts, by the names that NumpyNetwork reads."""
     extractor = policy.features_extractor
     assert isinstance(extractor, NormalizedFeatures)
-    tensors = {"normalization.mean": extractor.mean, "normalization.std": extractor.std}
+    tensors: dict[str, Any] = {"normalization.mean": extractor.mean, "normalization.std": extractor.std}
     if isinstance(policy, RecurrentActorCriticPolicy):
         lstm = policy.lstm_actor
         tensors["lstm.input.weight"] = lstm.weight_ih_l0
         tensors["lstm.state.weight"] = lstm.weight_hh_l0
-        tensors["lstm.bias"] = lstm.bias_ih_l0 + lstm.bias_hh_l0
+        tensors["lstm.bias"] = torch.add(lstm.bias_ih_l0, lstm.bias_hh_l0)  # pyright: ignore[reportArgumentType]
     for number, layer in enumerate(_linear_layers(policy.mlp_extractor.policy_net)):
         tensors[f"layers.{number}.weight"] = layer.weight
         tensors[f"layers.{number}.bias"] = layer.bias

@@ -58,7 +58,7 @@ def _label_round(
     todo = [task for task in tasks if not task.path.exists()]
     finished = len(tasks) - len(todo)
     by = "the rule" if learner is None else "the learner"
-    label_text = f"round {number + 1} of {settings.rounds}: episodes driven by {by}"
+    label_text = f"round {number + 1} of {settings.rounds}, driven by {by}"
     with screen.stage(label_text, len(tasks)) as advance, Workers(label, request.config.workers) as workers:
         counts: list[int] = []
 
@@ -68,7 +68,7 @@ def _label_round(
                     f"labelling failed: {result}; finished episodes are kept, go on with --resume"
                 ) from result
             counts.append(result)
-            advance(finished + len(counts), f"{sum(counts)} decisions with look-aheads")
+            advance(finished + len(counts), f"{sum(counts)} look-aheads")
 
         advance(finished, "")
         workers.run(todo, on_done=on_done, is_stopped=is_stopped)

@@ -4,14 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 Advance = Callable[[float, str], None]  # done so far, note
 
@@ -28,8 +21,8 @@ class Screen:
     @contextmanager
     def stage(self, label: str, total: float) -> Iterator[Advance]:
         """Yields a function that takes how much is done, and a note."""
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn())
-        times = (TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
-        with Progress(*columns, *times, console=self.console) as progress:
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=12), MofNCompleteColumn())
+        rest = (TimeElapsedColumn(), TextColumn("{task.fields[note]}"))
+        with Progress(*columns, *rest, console=self.console) as progress:
             task = progress.add_task(label, total=total, note="")
             yield lambda done, note: progress.update(task, completed=done, note=note)

@@ -34,7 +34,7 @@ class Point:
     reward: float  # on the validation episodes
     by_workload: dict[str, float]
     changes_per_hour: float
-    training_reward: float | None = None  # per decision, of the last rollouts
+    training_reward: float | None = None  # per decision, of the last rollouts of PPO
 
 
 class SeedRun:
@@ -129,7 +129,8 @@ class SeedRun:
 
     def _words(self, progress: Progress) -> str:
         best = max(point.reward for point in self.points)
-        return f"reward {progress.reward:.4f}, validation {self.points[-1].reward:.4f} (best {best:.4f})"
+        now = "" if math.isnan(progress.reward) else f"reward {progress.reward:.3f}, "
+        return f"{now}validated {self.points[-1].reward:.4f}, best {best:.4f}"
 
 
 def close_quietly(env: Any) -> None:
@@ -164,4 +165,6 @@ def write_json(path: Path, values: Any) -> None:
 def _in_words(report: CloneReport) -> str:
     if math.isnan(report.clone):
         return ""
-    return f"chooses {report.clone:.4f} (fixed {report.fixed:.4f}, rule {report.rule:.4f}, best {report.best:.4f})"
+    return (
+        f"{report.clone:.3f} ahead (fixed {report.fixed:.3f}, rule {report.rule:.3f}, best {report.best:.3f})"
+    )

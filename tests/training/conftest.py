@@ -46,8 +46,9 @@ class BrokenReward(OneKnob):
         return float("nan")
 
     def step(self, action):
-        *rest, _ = super().step(action)
-        return (*rest, {"reward_parts": {"hit": 0.5, "latency_savings": float("nan")}})
+        observation, reward, terminated, truncated, _ = super().step(action)
+        info = {"reward_parts": {"hit": 0.5, "latency_savings": float("nan")}}
+        return observation, reward, terminated, truncated, info
 
 
 @pytest.fixture

@@ -99,7 +99,8 @@ def test_a_training_leaves_a_policy_that_runs_and_says_where_it_comes_from(make_
     described = policy.description
     assert described.provenance["workloads"] == request.hashes
     assert described.evaluation["reward"] == done.point.reward == max(p.reward for p in done.seeds[0])
-    assert [setting.name for setting in described.actions.settings] == ["level-1", "level-0", "level-2"]
+    settings = described.actions.to_json()["settings"]
+    assert [setting["name"] for setting in settings] == ["level-1", "level-0", "level-2"]
     assert read_config(request.out / "config.toml") == CONFIG
     report = json.loads((request.out / "training.json").read_text())
     assert report["policy_hash"] == policy.hash
