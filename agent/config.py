@@ -117,6 +117,7 @@ class RunSettings(BaseSettings):
     state: Path = Path("autotune-state.json")  # safe mode, which outlives the process
     kill_file: Path | None = None  # while it exists nothing is decided
     control_file: Path | None = None  # the operator's control document
+    control_config_map: str | None = None  # the same, watched through the Kubernetes API
     pod_name: str | None = None  # in it
     listen: str | None = None  # HOST:PORT of /metrics and /healthz
     log_format: Literal["text", "json"] = "text"
@@ -134,7 +135,7 @@ class RunSettings(BaseSettings):
                 f"decision_seconds={self.decision_seconds:g} is invalid: expected at least "
                 f"interval_seconds={self.interval_seconds:g}"
             )
-        if self.mode is Mode.CANARY and self.control_file is None:
+        if self.mode is Mode.CANARY and self.control_file is None and self.control_config_map is None:
             raise ValueError(
                 "mode='canary' needs a control_file: which pods act and which are the baseline stands there, "
                 "and the gates are judged by the operator"

@@ -8,6 +8,7 @@ from pathlib import Path
 from kvpilot.agent.control_nouns import Control, Mode
 from kvpilot.agent.guard.changes import Allowed
 from kvpilot.k8s.control_document import ControlDocument, ControlDocumentError, parse_control_document
+from kvpilot.k8s.control_source import ControlSource
 
 log = logging.getLogger("kvpilot.agent")
 KILL_VARIABLE = "KVPILOT_KILL"
@@ -63,7 +64,7 @@ class Switches:
         mode: Mode = Mode.ADVISORY,
         bounds: Allowed | None = None,
         kill_file: Path | None = None,
-        document: DocumentFile | None = None,
+        document: DocumentFile | ControlSource | None = None,
         pod_name: str | None = None,
         on_document: Callable[[ControlDocument], None] | None = None,
         environment: Mapping[str, str] = os.environ,

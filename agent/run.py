@@ -28,6 +28,7 @@ from kvpilot.agent.guard.limits import limits_as_dict
 from kvpilot.engine.errors import KVPilotError
 from kvpilot.exporter.source import Source
 from kvpilot.k8s.control_document import ControlDocument
+from kvpilot.k8s.control_source import ControlSource, watch_config_in_pod
 
 log = logging.getLogger("kvpilot.agent")
 HEALTHY_TICKS = 4  # intervals without a tick, after which /healthz says so
@@ -51,12 +52,12 @@ class Sidecar:
         self.loaded = loaded
         limits = guard_limits(settings)
         self.metrics = AgentMetrics(self.registry, limits)
-        document = None if settings.control_file is None else DocumentFile(settings.control_file)
+        self.document = _document(settings)
         self._switches = Switches(
             mode=settings.mode,
             bounds=settings.bounds,  # pyright: ignore[reportArgumentType]
             kill_file=settings.kill_file,
-            document=document,
+            document=self.document,
             pod_name=settings.pod_name,
             on_document=self._follow,
         )
@@ -83,6 +84,9 @@ class Sidecar:
 
     def run(self, stop: threading.Event) -> None:
         with ExitStack() as stack:
+            if isinstance(self.document, ControlSource):
+                self.document.start()
+                stack.callback(self.document.close)
             if self.settings.listen is not None:
                 host, port = parse_listen(self.settings.listen)
                 server = stack.enter_context(ControlServer(host, port, self.registry, self.heartbeat))
@@ -150,6 +154,13 @@ class Sidecar:
             self.counterfactual.note(decision, inputs)
 
 
+def _document(settings: RunSettings) -> DocumentFile | ControlSource | None:
+    file, config_map = settings.control_file, settings.control_config_map
+    if config_map is not None:
+        return ControlSource(watch_config_in_pod(config_map), file=file)
+    return None if file is None else DocumentFile(file)
+
+
 def run_loop(settings: RunSettings) -> int:
     """Runs until SIGTERM or Ctrl-C; the knobs stay where they are. Returns the exit code."""
     set_up_logging(settings.log_format)
@@ -163,7 +174,7 @@ def run_loop(settings: RunSettings) -> int:
         sidecar = Sidecar(settings, loaded=loaded, target=target, source=source)
         log.info(
             "%s, policy %s: observes every %g s, decides every %g s",
-            "as the control document says" if settings.control_file else settings.mode,
+            settings.mode if sidecar.document is None else "as the control document says",
             settings.policy,
             settings.interval_seconds,
             settings.decision_seconds,

@@ -1,7 +1,7 @@
-"""The sidecar's side: the control document from a mounted file, and within a second through the API.
+"""The sidecar's side: the control document through the API within a second, or from a mounted file.
 
 The kubelet refreshes a mounted ConfigMap about once a minute. With a service-account token the sidecar also watches
-that one ConfigMap. Plain HTTP does for one GET: the client library would double the sidecar's memory.
+that one ConfigMap. Plain HTTP does for one GET: the client library takes some 35 MB more.
 """
 
 import json
@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -54,97 +54,87 @@ def watch_config_in_pod(config_map: str, environment: Mapping[str, str] = os.env
     return WatchConfig(config_map=config_map, namespace=namespace, server=f"https://{address}:{port}")
 
 
-class ControlSource:
-    """The latest document that could be read. While the API answers it decides, otherwise the file does.
+class _Answer(NamedTuple):
+    text: str | None  # None: there is no document, or a failure
+    failure: str = ""
 
-    None from `current` means that there is no document: the sidecar's own settings hold. After `error` the last
-    good document stays in force.
+
+class ControlSource:
+    """While the API answers, what it says counts, otherwise the file.
+
+    `document` is the last one that was understood. One with a lower revision, a bad one, or none at all does not
+    replace it: `problem` then says what is wrong, and the caller holds.
     """
 
-    def __init__(self, *, file: Path | None = None, watch: WatchConfig | None = None) -> None:
-        if file is None and watch is None:
-            raise ConfigError("control_file=None is invalid: expected a file, or a ConfigMap to watch")
-        self._file, self._watch = file, watch
-        self._stop, self._changed = threading.Event(), threading.Event()
-        self._from_api: ControlDocument | None = None
-        self._from_file: ControlDocument | None = None
-        self._connected = False
+    def __init__(self, watch: WatchConfig, *, file: Path | None = None) -> None:
+        self.document: ControlDocument | None = None
+        self.problem = ""
+        self._watch, self._file = watch, file
+        self._stop = threading.Event()
+        self._listed = threading.Event()  # the API has answered or failed for the first time
         self._client: httpx.Client | None = None
-        self._errors: dict[str, str] = {}  # by source
+        self._answer: _Answer = _Answer(
+            text=None, failure="the API has not been asked yet"
+        )  # written by the thread
+        self._seen: _Answer | None = None
 
-    @property
-    def error(self) -> str | None:
-        """What is wrong with the sources just now; None if nothing is."""
-        return "; ".join(self._errors.values()) or None
-
-    def start(self) -> None:
-        """Begins to watch, if there is a ConfigMap to watch."""
-        if self._watch is not None:
-            threading.Thread(target=self._run, name="control-watch", daemon=True).start()
+    def start(self, patience_seconds: float = 2.0) -> None:
+        """Begins to watch, and waits a little for the first answer."""
+        threading.Thread(target=self._run, name="control-watch", daemon=True).start()
+        self._listed.wait(patience_seconds)
 
     def close(self) -> None:
         self._stop.set()
-        self._changed.set()
         if self._client is not None:
             self._client.close()
 
-    def current(self) -> ControlDocument | None:
-        """Reads the file if the API does not answer; cheap, never waits, never raises."""
-        if self._connected:
-            return self._from_api
-        if self._file is not None:
-            self._from_file = self._read_file(self._file)
-        newest = [each for each in (self._from_api, self._from_file) if each is not None]
-        return max(newest, key=lambda document: document.revision, default=None)
-
-    def wait(self, seconds: float) -> bool:
-        """Until the watched document has changed, or `seconds` have passed. True: it has changed."""
-        changed = self._changed.wait(seconds)
-        self._changed.clear()
+    def refresh(self) -> bool:
+        """Whether another document is in force than before. Never waits for the network, never raises."""
+        answer = self._answer
+        if answer.failure and self._file is not None:
+            answer = _read(self._file, answer.failure)
+        if answer == self._seen:
+            return False
+        self._seen = answer
+        try:
+            document = self._understand(answer)
+        except ControlDocumentError as error:
+            self._complain(str(error))
+            return False
+        self._complain("")
+        changed, self.document = self.document != document, document
         return changed
 
-    def _read_file(self, path: Path) -> ControlDocument | None:
-        try:
-            document = parse_control_document(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            self._errors.pop("file", None)
-            return None
-        except (OSError, UnicodeDecodeError, ControlDocumentError) as error:
-            self._errors["file"] = f"{path}: {error}"
-            return self._from_file
-        self._errors.pop("file", None)
+    def _understand(self, answer: "_Answer") -> ControlDocument:
+        where = f"ConfigMap {self._watch.config_map}"
+        if answer.text is None:
+            raise ControlDocumentError(
+                f"{where}: {answer.failure or 'there is none with a control document'}"
+            )
+        document = parse_control_document(answer.text)
+        if self.document is not None and document.revision < self.document.revision:
+            raise ControlDocumentError(
+                f"{where}: revision {document.revision} is older than {self.document.revision}, which stays in force"
+            )
         return document
 
+    def _complain(self, problem: str) -> None:
+        if problem and problem != self.problem:
+            log.warning("%s", problem)
+        self.problem = problem
+
     def _run(self) -> None:
-        assert self._watch is not None
         while not self._stop.is_set():
             try:
                 for config_map in self._changes(self._watch):
-                    self._take(config_map)
-                    self._connected = True
-                    self._errors.pop("api", None)
+                    text = ((config_map or {}).get("data") or {}).get(CONTROL_KEY)
+                    self._answer = _Answer(text=text)
+                    self._listed.set()
             except (httpx.HTTPError, OSError, ValueError, RuntimeError) as error:
-                if self._stop.is_set():
-                    return
-                self._connected = False
-                self._errors["api"] = f"ConfigMap {self._watch.config_map}: {type(error).__name__}: {error}"
-                log.warning("%s; the mounted file decides", self._errors["api"])
-                self._stop.wait(RETRY_SECONDS)
-
-    def _take(self, config_map: Mapping[str, Any] | None) -> None:
-        text = ((config_map or {}).get("data") or {}).get(CONTROL_KEY)
-        document = None
-        if text is not None:
-            try:
-                document = parse_control_document(text)
-                self._errors.pop("document", None)
-            except ControlDocumentError as error:
-                self._errors["document"] = str(error)
-                log.warning("ConfigMap: %s; the last good document stays", error)
-                return
-        if document != self._from_api:
-            self._from_api = document
-            self._changed.set()
+                if not self._stop.is_set():
+                    self._answer = _Answer(text=None, failure=f"{type(error).__name__}: {error}")
+                    self._listed.set()
+                    self._stop.wait(RETRY_SECONDS)
 
     def _changes(self, watch: WatchConfig) -> Iterator[Mapping[str, Any] | None]:
         """The ConfigMap now and after every change until the watch ends; None: there is none."""
@@ -172,3 +162,11 @@ class ControlSource:
             timeout = httpx.Timeout(5.0, read=WATCH_SECONDS + 10.0)
             self._client = httpx.Client(verify=context, timeout=timeout, trust_env=False)
         return self._client
+
+
+def _read(path: Path, failure: str) -> _Answer:
+    """The mounted file in place of an API that does not answer."""
+    try:
+        return _Answer(text=path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        return _Answer(text=None, failure=f"{failure}; {path}: {error}")

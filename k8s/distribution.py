@@ -86,10 +86,11 @@ def is_foreign(config_map: Mapping[str, Any] | None) -> bool:
     return document is None or document.digest != written
 
 
-def next_revision(policy: Mapping[str, Any], current: ControlDocument | None) -> int:
-    """Above all that were ever written, also after the ConfigMap was deleted."""
+def next_revision(policy: Mapping[str, Any], current: ControlDocument | None, now: float) -> int:
+    """Above all that were ever written for the target. Unix time in milliseconds keeps that true when the KVPolicy
+    was deleted and made anew: a sidecar that still knows the old one ignores lower revisions."""
     known = policy.get("status", {}).get("revision", 0)
-    return max(known, current.revision if current else 0) + 1
+    return max(known + 1, current.revision + 1 if current else 1, int(now * 1000))
 
 
 def config_map_body(

@@ -1,6 +1,7 @@
 """One round for one KVPolicy: look, decide, write the control document, say so in the status."""
 
 import logging
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -197,7 +198,7 @@ class Reconciler:
             hold=hold.message if hold else None,
             source=source,
             canary_pods=view.pods,
-            revision=next_revision(round_.resource, written),
+            revision=next_revision(round_.resource, written, time.time()),
         )
         if is_foreign(current) and not kill:
             message = f"someone else has written ConfigMap {name}: delete it to hand it back to the operator"

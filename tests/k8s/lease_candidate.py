@@ -24,7 +24,9 @@ def main(namespace: str, lease: str, identity: str, duration: str, output: str) 
                 seen = begin
                 while elector.is_leader and seen < begin + 0.1:
                     seen = time.monotonic()
-                    file.write(json.dumps({"identity": identity, "time": seen, "leads": elector.is_leader}) + "\n")
+                    file.write(
+                        json.dumps({"identity": identity, "time": seen, "leads": elector.is_leader}) + "\n"
+                    )
                     time.sleep(0.01)
             time.sleep(0.1)
 

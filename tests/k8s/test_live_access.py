@@ -29,7 +29,9 @@ def all_resources(server) -> list[tuple[str, str]]:
     return [(group, each["name"]) for group, found in lists for each in found["resources"]]
 
 
-def is_allowed(server, account: str, verb: str, group: str, resource: str, namespace: str, name: str = "") -> bool:
+def is_allowed(
+    server, account: str, verb: str, group: str, resource: str, namespace: str, name: str = ""
+) -> bool:
     kind, _, subresource = resource.partition("/")
     attributes = {"verb": verb, "group": group, "resource": kind, "subresource": subresource}
     body = {
@@ -119,4 +121,11 @@ def test_no_role_has_a_wildcard_or_names_what_is_forbidden(cluster):
     for role in roles:
         for rule in role["rules"]:
             words = {*rule["apiGroups"], *rule["resources"], *rule["verbs"]}
-            assert not words & {"*", "secrets", "pods/exec", "deployments/scale", "statefulsets/scale", "escalate"}
+            assert not words & {
+                "*",
+                "secrets",
+                "pods/exec",
+                "deployments/scale",
+                "statefulsets/scale",
+                "escalate",
+            }

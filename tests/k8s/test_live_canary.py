@@ -31,7 +31,9 @@ class Engine:
         self.recorder.observe(TTFT["metric"], self.ttft_seconds, self.requests_per_scrape)
         self.recorder.add("requests_received", self.requests_per_scrape)
         gauges = {
-            (name, ()): 0.0 for name, metric in METRICS.items() if metric.kind == "gauge" and not metric.labels
+            (name, ()): 0.0
+            for name, metric in METRICS.items()
+            if metric.kind == "gauge" and not metric.labels
         }
         return self.recorder.snapshot(self.time, gauges)
 

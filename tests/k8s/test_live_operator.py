@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from kvpilot.agent.control_switch import Switches
 from kvpilot.k8s.control_source import ControlSource, WatchConfig
 
 pytestmark = pytest.mark.e2e
@@ -24,9 +25,10 @@ def test_a_policy_becomes_a_document_conditions_and_events(cluster, target):
     cluster.create_policy(
         target, mode="advisory", slo={"ttftP99Milliseconds": 900}, bounds={"maxBatch": {"high": 8}}
     )
-    assert cluster.wait_for_document(target, mode="advisory") == {
+    document = cluster.wait_for_document(target, mode="advisory")
+    assert document == {
         "schema": 1,
-        "revision": 1,
+        "revision": document["revision"],
         "mode": "advisory",
         "kill": False,
         "policy": {"name": "threshold"},
@@ -35,7 +37,9 @@ def test_a_policy_becomes_a_document_conditions_and_events(cluster, target):
     }
     cluster.wait_for_condition(target, "Distributed", "True", "Written")
     status = cluster.get("KVPolicy", target)["status"]
-    assert (status["observedGeneration"], status["revision"], status["effectiveMode"]) == (1, 1, "advisory")
+    assert (status["observedGeneration"], status["revision"], status["effectiveMode"]) == (
+        *(1, document["revision"], "advisory"),
+    )
     assert {c["type"]: (c["status"], c["observedGeneration"]) for c in status["conditions"]} == {
         "Accepted": ("True", 1),
         "TargetFound": ("True", 1),
@@ -45,8 +49,7 @@ def test_a_policy_becomes_a_document_conditions_and_events(cluster, target):
     }
     cluster.wait_for_events(target, [("Normal", "ModeChanged")])
     cluster.patch("KVPolicy", target, {"spec": {"mode": "auto"}})
-    document = cluster.wait_for_document(target, mode="auto")
-    assert document["revision"] == 2
+    assert cluster.wait_for_document(target, mode="auto")["revision"] > document["revision"]
     cluster.wait_for_events(target, [("Normal", "ModeChanged"), ("Normal", "ModeChanged")])
     after = cluster.get("KVPolicy", target)["status"]
     assert (after["observedGeneration"], after["effectiveMode"]) == (2, "auto")
@@ -84,9 +87,9 @@ def sidecar(cluster, tmp_path):
         token_file=tmp_path / "token",
         ca_file=Path(cluster.server.ca_file),
     )
-    source = ControlSource(file=tmp_path / "control.yaml", watch=watch)
+    source = ControlSource(watch)
     source.start()
-    yield source
+    yield Switches(document=source, pod_name="a-pod")
     source.close()
 
 
@@ -96,25 +99,57 @@ def test_a_change_of_mode_reaches_the_sidecar_in_seconds(cluster, start_operator
     start_operator()
     cluster.create_policy(name)
 
-    def arrives(mode: str, seconds: float) -> None:
+    def arrives(mode: str, *, acts: bool, seconds: float = 20) -> None:
         def there() -> bool:
-            sidecar.wait(0.05)
-            document = sidecar.current()
-            return document is not None and document.mode_of("any") == mode
+            control = sidecar()
+            return (control.mode, control.acts) == (mode, acts) and not control.hold
 
-        helpers.wait_for(there, f"mode {mode} at the sidecar: {sidecar.current()}, {sidecar.error}", seconds)
+        helpers.wait_for(there, f"mode {mode} at the sidecar: {sidecar()}", seconds)
 
-    arrives("advisory", 60)
-    for mode in ("auto", "off", "advisory"):  # a mounted ConfigMap alone would take up to a minute each
+    arrives("advisory", acts=False, seconds=60)
+    for mode in (
+        "auto",
+        "off",
+        "advisory",
+        "auto",
+    ):  # a mounted ConfigMap alone would take up to a minute each
         cluster.patch("KVPolicy", name, {"spec": {"mode": mode}})
-        arrives(mode, 20)
-    cluster.patch("KVPolicy", name, {"spec": {"mode": "auto"}})
-    arrives("auto", 20)
-    cluster.patch("KVPolicy", name, {"spec": {"killSwitch": True}})
-    arrives("off", 20)
-    assert sidecar.error is None
+        arrives(mode, acts=mode == "auto")
+    cluster.patch("KVPolicy", name, {"spec": {"mode": "canary"}})
+    arrives("canary", acts=False)  # a-pod is none of the pods: it would be the baseline
+    cluster.patch("KVPolicy", name, {"spec": {"mode": "auto", "killSwitch": True}})
+    helpers.wait_for(lambda: sidecar().killed, "the kill switch at the sidecar", 20)
+    assert not sidecar().acts
+    cluster.patch("KVPolicy", name, {"spec": {"killSwitch": False}})
+    arrives("auto", acts=True)
+    last = sidecar.document.document.revision
     cluster.delete("KVPolicy", name)
-    helpers.wait_for(lambda: sidecar.current() is None, "the document goes with its KVPolicy")
+    helpers.wait_for(lambda: sidecar().hold, "without a document everything is held")
+    cluster.create_policy(name, mode="auto")
+    arrives("auto", acts=True)
+    assert sidecar.document.document.revision > last
+
+
+def test_a_sidecar_without_an_api_server_reads_the_mounted_file(cluster, tmp_path):
+    (tmp_path / "token").write_text("not a token of this cluster")
+    (tmp_path / "control.yaml").write_text("revision: 3\nmode: auto\n")
+    watch = WatchConfig(
+        config_map="kvpilot-engine-control",
+        namespace="kvpilot",
+        server=cluster.server.url,
+        token_file=tmp_path / "token",
+        ca_file=Path(cluster.server.ca_file),
+    )
+    source = ControlSource(watch, file=tmp_path / "control.yaml")
+    source.start()
+    assert source.refresh()
+    assert source.document is not None
+    assert (source.document.mode, source.problem) == ("auto", "")
+    (tmp_path / "control.yaml").unlink()
+    assert not source.refresh()
+    assert "401" in source.problem
+    assert source.document.mode == "auto"
+    source.close()
 
 
 def test_the_kill_switch_on_the_workload_needs_no_right_on_the_policy(cluster, target):
@@ -173,7 +208,10 @@ def test_a_target_that_is_not_there(cluster, start_operator):
 def test_the_older_of_two_policies_has_the_target(cluster, target, helpers):
     cluster.create_policy(target, mode="off")
     cluster.wait_for_document(target, mode="off")
-    second = {**cluster.get("KVPolicy", target), "metadata": {"name": f"{target}-second", "namespace": "kvpilot"}}
+    second = {
+        **cluster.get("KVPolicy", target),
+        "metadata": {"name": f"{target}-second", "namespace": "kvpilot"},
+    }
     second["spec"]["mode"] = "auto"
     created = helpers.wait_for_later_second(cluster.get("KVPolicy", target))
     assert created
@@ -214,14 +252,14 @@ def test_an_exported_policy_must_be_there_unchanged_and_mounted(cluster, target)
 def test_a_foreign_edit_stays_until_it_is_removed_but_never_stands_in_the_way_of_the_switch(cluster, target):
     cluster.create_policy(target, mode="auto")
     cluster.wait_for_document(target, mode="auto")
-    by_hand = "revision: 7\nmode: 'off'\n"
+    by_hand = "revision: 9000000000000\nmode: 'off'\n"
     cluster.patch("ConfigMap", f"{target}-control", {"data": {"control.yaml": by_hand}})
     cluster.wait_for_condition(target, "Distributed", "False", "ForeignEdit")
     cluster.patch("KVPolicy", target, {"spec": {"mode": "advisory"}})
     cluster.wait_for_generation(target, 2)
-    assert cluster.document(target) == {"revision": 7, "mode": "off"}
+    assert cluster.document(target) == {"revision": 9000000000000, "mode": "off"}
     cluster.delete("ConfigMap", f"{target}-control")
-    assert cluster.wait_for_document(target, mode="advisory")["revision"] > 1
+    cluster.wait_for_document(target, mode="advisory")
     cluster.patch("ConfigMap", f"{target}-control", {"data": {"control.yaml": "mode: auto"}})
     cluster.wait_for_condition(target, "Distributed", "False", "ForeignEdit")
     cluster.patch("KVPolicy", target, {"spec": {"killSwitch": True}})

@@ -33,7 +33,12 @@ POD_MONITOR_FIELDS = {  # of the Prometheus operator's resource: what the manife
 @pytest.fixture(scope="module")
 def pod_monitors(cluster, helpers):
     """The API server serves PodMonitors, as where the Prometheus operator is installed."""
-    names = {"kind": "PodMonitor", "listKind": "PodMonitorList", "plural": "podmonitors", "singular": "podmonitor"}
+    names = {
+        "kind": "PodMonitor",
+        "listKind": "PodMonitorList",
+        "plural": "podmonitors",
+        "singular": "podmonitor",
+    }
     schema = {"type": "object", "properties": {"spec": POD_MONITOR_FIELDS}}
     version = {"name": "v1", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
     approved = {"api-approved.kubernetes.io": "unapproved, for tests"}
@@ -42,7 +47,12 @@ def pod_monitors(cluster, helpers):
             "apiVersion": "apiextensions.k8s.io/v1",
             "kind": "CustomResourceDefinition",
             "metadata": {"name": "podmonitors.monitoring.coreos.com", "annotations": approved},
-            "spec": {"group": "monitoring.coreos.com", "scope": "Namespaced", "names": names, "versions": [version]},
+            "spec": {
+                "group": "monitoring.coreos.com",
+                "scope": "Namespaced",
+                "names": names,
+                "versions": [version],
+            },
         }
     )
     helpers.wait_for(lambda: cluster.try_get("PodMonitor") is not None, "PodMonitors can be listed")
