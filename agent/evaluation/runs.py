@@ -27,7 +27,8 @@ NOT_DECIDING = ("server", "kernels", "model", "runners", "codecs", "replay", "ca
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """`until_seconds` under control, or the whole episode; decisions every `decide_every` windows."""
+    """`until_seconds` under control, or the whole episode; decisions every `decide_every` windows, unless the policy
+    was made for another interval."""
 
     episode: Episode
     policy: PolicySpec
@@ -44,16 +45,23 @@ class Run:
             episode_hash(self.episode),
             self.policy.key,
             self.until_seconds,
-            self.decide_every,
+            self.windows_per_decision,
             self.weights.to_json(),
         ]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40]
+
+    @property
+    def windows_per_decision(self) -> int:
+        seconds = self.policy.decide_seconds
+        return (
+            self.decide_every if seconds is None else max(1, round(seconds / self.episode.interval_seconds))
+        )
 
     def __call__(self) -> EpisodeResult:
         return run_episode(
             self.episode,
             self.policy.make(),
-            decide_every=self.decide_every,
+            decide_every=self.windows_per_decision,
             reward=ObjectiveReward(self.weights),
             until=self.until_seconds,
         )

@@ -60,7 +60,7 @@ def _plain_knobs(path: Path) -> Mapping[str, float] | None:
     return values
 
 
-NAMED: dict[str, Callable[[], Policy]] = {
+NAMED: dict[str, Callable[..., Policy]] = {
     "default": DefaultPolicy,
     "threshold": ThresholdPolicy,
     "hill-climb": HillClimbPolicy,

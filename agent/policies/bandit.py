@@ -29,13 +29,18 @@ class BanditConfig:
 
 
 class BanditPolicy:
-    """Starts from the knobs it finds. A round is one displaced setting, held for a few decisions."""
+    """Starts from `start`, or else from the knobs it finds. A round is one displaced setting, held for a while."""
 
     name = "bandit"
 
-    def __init__(self, config: BanditConfig | None = None, objective: Objective = window_objective) -> None:
+    def __init__(
+        self,
+        config: BanditConfig | None = None,
+        objective: Objective = window_objective,
+        start: Mapping[str, float] | None = None,
+    ) -> None:
         self.config = config or BanditConfig()
-        self._objective = objective
+        self._objective, self._start = objective, start
         self.reset()
 
     def reset(self) -> None:
@@ -50,7 +55,7 @@ class BanditPolicy:
         self, observation: Observation, knobs: KnobValues, bounds: Mapping[str, KnobBounds]
     ) -> Proposal:
         if self._center is None:
-            self._center = np.array(to_unit(knobs, bounds))
+            self._center = np.array(to_unit({**knobs, **(self._start or {})}, bounds))
         if self._displacement is not None and not self._is_judged(observation):
             return Proposal({}, "measuring")
         if self._displacement is not None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from kvpilot.agent.policies.changes import only_changed
+from kvpilot.agent.policies.changes import clip_knobs, only_changed
 from kvpilot.agent.policies.objective import window_objective
 from kvpilot.agent.policies.space import from_unit, to_unit
 from kvpilot.engine.config import KnobBounds
@@ -30,10 +30,14 @@ class HillClimbPolicy:
     name = "hill-climb"
 
     def __init__(
-        self, config: HillClimbConfig | None = None, objective: Objective = window_objective
+        self,
+        config: HillClimbConfig | None = None,
+        objective: Objective = window_objective,
+        start: Mapping[str, float] | None = None,
     ) -> None:
+        """`start`: the knobs that it sets first; left out, it starts from those it finds."""
         self.config = config or HillClimbConfig()
-        self._objective = objective
+        self._objective, self._start = objective, start
         self.reset()
 
     def reset(self) -> None:
@@ -47,7 +51,10 @@ class HillClimbPolicy:
         self, observation: Observation, knobs: KnobValues, bounds: Mapping[str, KnobBounds]
     ) -> Proposal:
         if self._home is None:
-            self._home = {name: knobs[name] for name in bounds}
+            self._home = {name: knobs[name] for name in bounds} | clip_knobs(self._start or {}, bounds)
+            changes = only_changed(self._home, knobs)
+            if changes:
+                return Proposal(changes, "to where it starts")
         self._age += 1
         score = self._objective(observation)
         if self._age > self.config.settle_decisions and score is not None:

@@ -13,20 +13,22 @@ from kvpilot.env.policy import Policy
 if TYPE_CHECKING:
     from kvpilot.agent.tune.result import Setting, TunedResult
 
-KINDS = ("named", "static", "hysteresis", "oracle", "exported")
+KINDS = ("named", "static", "hysteresis", "oracle", "file")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySpec:
     """`config` says all that decides what the policy does, `digest` is of the files behind it.
 
-    named {name}; static {knobs}; hysteresis {HysteresisConfig}; oracle {arguments of OraclePolicy}; exported {path}.
+    named {name, and its arguments}; static {knobs}; hysteresis {fields of HysteresisConfig};
+    oracle {arguments of OraclePolicy}; file {path, as for load_policy}.
     """
 
-    label: str  # in tables; several exported ones with one label are seeds of one policy
+    label: str  # in tables; several files with one label are seeds of one policy
     kind: str
     config: Mapping[str, Any] = field(default_factory=dict)
     digest: str = ""
+    decide_seconds: float | None = None  # between two decisions, where the policy was made for one interval
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -40,14 +42,15 @@ class PolicySpec:
 
     def make(self) -> Policy:
         """A new one, at its beginning."""
-        from kvpilot.agent.policies import load_policy
+        from kvpilot.agent.policies import NAMED, load_policy
         from kvpilot.agent.policies.hysteresis import HysteresisConfig, HysteresisPolicy
         from kvpilot.agent.policies.oracle import OraclePolicy
         from kvpilot.agent.policies.static import StaticPolicy
 
         match self.kind:
             case "named":
-                return load_policy(self.config["name"])
+                options = {name: value for name, value in self.config.items() if name != "name"}
+                return NAMED[self.config["name"]](**options)
             case "static":
                 return StaticPolicy(self.config["knobs"], self.label)
             case "hysteresis":
@@ -79,19 +82,28 @@ def parse_spec(text: str) -> PolicySpec:
     """`[LABEL=]SPEC`, with SPEC as `load_policy` takes it. Loads it once, so that what is wrong shows at once."""
     from kvpilot.agent.policies import FROM_FILE, NAMED, load_policy
 
+    prefixes = tuple(f"{kind}:" for kind in FROM_FILE)
     label, equals, spec = text.rpartition("=")
     policy = load_policy(spec)
     label = label if equals else policy.name
     if spec in NAMED:
         return PolicySpec(label=label, kind="named", config={"name": spec})
-    source = spec.partition(":")[2] if spec.partition(":")[0] in FROM_FILE else spec
-    return PolicySpec(label=label, kind="exported", config={"path": spec}, digest=files_digest(Path(source)))
+    kind, _, source = spec.partition(":") if spec.startswith(prefixes) else ("", "", spec)
+    return PolicySpec(
+        label=label,
+        kind="file",
+        config={"path": spec},
+        digest=f"{kind}:{files_digest(Path(source))}",
+        decide_seconds=getattr(getattr(policy, "description", None), "interval_seconds", None),
+    )
 
 
 def files_digest(path: Path) -> str:
     """Of a file, or of all files of a folder with their names."""
+    if path.is_file():
+        return hashlib.sha256(path.read_bytes()).hexdigest()
     digest = hashlib.sha256()
-    for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
+    for file in sorted(entry for entry in path.rglob("*") if entry.is_file()):
         digest.update(file.name.encode())
         digest.update(file.read_bytes())
     return digest.hexdigest()

@@ -6,11 +6,8 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from time import monotonic
-from typing import NamedTuple
 
-from rich.console import Console
-from rich.table import Table
-
+from kvpilot.agent.evaluation.sheet import Sheet, make_console, show_sheet
 from kvpilot.agent.evaluation.workers import StoppedError
 from kvpilot.agent.progress import progress_bar
 from kvpilot.agent.tune.charts import write_page
@@ -21,21 +18,12 @@ from kvpilot.env.replay.interrupt import interruptible
 from kvpilot.env.replay.report import format_seconds
 
 
-class Sheet(NamedTuple):
-    """A table for terminal and page."""
-
-    title: str
-    header: list[str]
-    rows: list[list[str]]
-    note: str
-
-
 def run_tune(config: TuneConfig) -> int:
     """Returns the exit code: 130 if it was interrupted; what is known then is written, and the studies go on."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    console, began, done = Console(), monotonic(), 0
+    console, began, done = make_console(), monotonic(), 0
     with interruptible() as is_stopped, progress_bar("tuning", _num_trials(config), console) as advance:
 
         def on_trial() -> None:
@@ -63,8 +51,7 @@ def run_tune(config: TuneConfig) -> int:
     page = config.out.with_suffix(".html")
     write_page(result, tuning.studies, sheets, page)
     for sheet in sheets:
-        console.print(_table(sheet))
-        console.print(f"[dim]{sheet.note}[/]")
+        show_sheet(sheet, console)
     console.print(f"rule: {rule_in_words(result)}")
     if not result.provenance["keeps_limits"]:
         console.print("[yellow]no setting keeps to the limits: the best one without them is shown[/]")
@@ -84,8 +71,11 @@ def scores_sheet(tuning: Tuning) -> Sheet:
             figures = tuning.figures[family][name]
             row.append(f"{scores[name]:.3f} / {format_seconds(figures['latency_seconds'])}")
         rows.append([*row, f"{scores['static-best-here']:.3f}"])
-    header = ["mean reward / mean latency", *names, "best setting there"]
-    note = "On training data. `best setting there` is chosen with hindsight for each workload alone."
+    header = ["reward / latency", *names, "best there"]
+    note = (
+        "Mean reward and mean latency of an answer, on training data. `best there` is the best setting for each "
+        "workload alone."
+    )
     return Sheet("What it is worth", header, rows, note)
 
 
@@ -102,7 +92,7 @@ def portfolio_sheet(result: TunedResult) -> Sheet:
         ]
         for setting in result.portfolio
     ]
-    header = ["setting", "kv_level", "max_batch", "size_factor", "ttl", "best in", "reward there"]
+    header = ["setting", "level", "batch", "size", "ttl", "best in", "reward there"]
     note = "Chosen greedily: each further one raises the mean of the best reward per stretch of traffic most."
     return Sheet("Portfolio", header, rows, note)
 
@@ -116,15 +106,6 @@ def rule_in_words(result: TunedResult) -> str:
 
 def _short(knobs: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in knobs.items())
-
-
-def _table(sheet: Sheet) -> Table:
-    table = Table(*sheet.header, title=sheet.title)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row in sheet.rows:
-        table.add_row(*row)
-    return table
 
 
 def _num_trials(config: TuneConfig) -> int:

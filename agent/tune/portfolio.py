@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from kvpilot.agent.tune.result import Setting
 
+ROUNDING = 1e-9  # a gain that is none
 Rewards = NDArray[np.float64]  # [S settings, G segments]
 
 
@@ -25,7 +26,7 @@ def select(
     while len(chosen) < largest:
         gains = np.maximum(rewards, best) @ weights - best @ weights
         row = int(np.argmax(gains))
-        if gains[row] < least_gain:
+        if gains[row] < max(least_gain, ROUNDING):
             break
         chosen.append(row)
         best = np.maximum(best, rewards[row])

@@ -126,10 +126,7 @@ class Search:
 
     @property
     def num_done(self) -> int:
-        """Trials that count: complete or pruned."""
-        from optuna.trial import TrialState
-
-        return len(self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)))
+        return num_done(self.study)
 
     def best(self, number: int) -> list["optuna.trial.FrozenTrial"]:
         """Complete trials, those within the limits first, by reward."""
@@ -213,6 +210,13 @@ class Search:
         one.is_over = True
         self.study.tell(one.trial, **told)
         self._on_trial()
+
+
+def num_done(study: "optuna.Study") -> int:
+    """Trials that count: complete or pruned."""
+    from optuna.trial import TrialState
+
+    return len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)))
 
 
 def make_sampler(seed: int) -> "optuna.samplers.BaseSampler":

@@ -24,6 +24,7 @@ from kvpilot.agent.tune.search import (
     make_pruner,
     mean_figures,
     mean_of_families,
+    num_done,
 )
 from kvpilot.agent.tune.storage import open_storage, open_study
 from kvpilot.engine.config import KnobBounds, knob_bounds
@@ -323,7 +324,7 @@ class Tuner:
         return max(family_means(self._state.results[key])[family] for key in self._state.settings)
 
     def _num_trials(self) -> dict[str, int]:
-        return {name: len(study.get_trials(deepcopy=False)) for name, study in self._state.studies.items()}
+        return {name: num_done(study) for name, study in self._state.studies.items()}
 
 
 def _keeps(limits: Limits, results: Sequence[EpisodeResult]) -> bool:
