@@ -187,10 +187,12 @@ class Scheduler:
         `repeats` > 1 books so many equal decode steps at once, as far as `quiet_steps` allows (the simulator).
         """
         outputs: list[StepOutput] = []
-        for codec, num_pages in zip(self.cache.pool.ladder, self.cache.pool.page_reads, strict=True):
+        assert len(sampled) == len(batch), "a runner answers once per scheduled request"
+        for level, num_pages in enumerate(self.cache.pool.page_reads):
             if num_pages:
-                self._stats.add("pages_read", num_pages * repeats, codec)
-        for (request, start, num_new, samples), draw in zip(batch, sampled, strict=True):
+                self._stats.add("pages_read", num_pages * repeats, self.cache.pool.ladder[level])
+        for index, (request, start, num_new, samples) in enumerate(batch):
+            draw = sampled[index]
             request.num_computed = start + num_new + repeats - 1
             self._seal_full_pages(request)
             if num_new > 1:
@@ -256,10 +258,9 @@ class Scheduler:
         for request, start, num_new, samples in batch:
             if num_new > 1 or not samples or request.last_token_time != now:
                 return 1
-            until_end = min(
-                request.max_tokens - request.num_output_tokens, self.max_model_len - request.num_tokens
-            )
-            quiet = min(quiet, until_end, page_size - start % page_size)
+            quiet = min(quiet, request.max_tokens - request.num_output_tokens)
+            quiet = min(quiet, self.max_model_len - request.num_tokens)
+            quiet = min(quiet, page_size - start % page_size)
         return quiet
 
     def next_deadline(self) -> float:
