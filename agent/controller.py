@@ -79,9 +79,11 @@ class Controller:
         on_decision: Callable[[Decision], None] | None = None,
         listener: Listener | None = None,
         clock: Callable[[], float] = time.monotonic,
+        unix_clock: Callable[[], float] = time.time,
     ) -> None:
         fixed = Control(mode=mode, acts=mode is Mode.AUTO)
-        self.engine, self.audit, self.state, self.clock = engine, audit, state, clock
+        self.engine, self.audit, self.state = engine, audit, state
+        self.clock, self.unix_clock = clock, unix_clock
         self.source = source or ScrapeSource(engine.scrape)
         self.limits, self.window_seconds, self.decide_every = (
             limits or GuardLimits(),
@@ -183,7 +185,7 @@ class Controller:
         now = self.clock()
         return Inputs(
             now=now,
-            unix_time=time.time(),
+            unix_time=self.unix_clock(),
             control=control,
             state=state,
             observation=observation,
@@ -293,12 +295,12 @@ class Controller:
         if arrived and not set(arrived) & set(state.pending):
             self._pending = {}
             knobs = dict(state.effective)
-            done = Decision(time=time.time(), outcome=Outcome.EFFECTIVE, changes=arrived, knobs=knobs)
+            done = Decision(time=self.unix_clock(), outcome=Outcome.EFFECTIVE, changes=arrived, knobs=knobs)
             self._record(replace(done, revision=state.revision), None)
 
     def _lost(self, error: EngineUnavailableError | UnauthorizedError) -> Decision:
         self.failures += 1
-        held = Decision(time=time.time(), outcome=Outcome.HELD)
+        held = Decision(time=self.unix_clock(), outcome=Outcome.HELD)
         return self._record(_refused(held, Outcome.HELD, Refusal(_reason(error), None, str(error))), None)
 
     def _record(
