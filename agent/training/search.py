@@ -17,8 +17,10 @@ from kvpilot.agent.training.screen import Screen
 from kvpilot.agent.training.seeds import Point, SeedRun
 from kvpilot.agent.training.validation import Validator
 from kvpilot.agent.tune.storage import open_storage, open_study
+from kvpilot.env.tuning.reward import RewardWeights
 
 STORAGE, BEST_CONFIG, TRIALS = "search.db", "best.toml", "trials"
+CHURN_PRICES = (0.0, 0.002, 0.005)  # few: each needs demonstrations of its own
 SHARED = "demonstrations"  # between trials, as far as they need the same
 
 
@@ -85,15 +87,16 @@ def _run_trial(
 def suggest(trial: optuna.Trial, base: TrainConfig) -> TrainConfig:
     """`base` with the searched fields replaced; one seed."""
     recurrent = trial.suggest_categorical("recurrent", [False, True])
+    churn = defaults(base)["churn_price"]
     return base.with_(
         seeds=1,
         environment={
             "stack": 1 if recurrent else trial.suggest_int("stack", 1, 4),
             "decide_every": trial.suggest_int("decide_every", 1, 4),
-            "churn_price": trial.suggest_categorical("churn_price", [0.0, 0.002, 0.005]),
+            "churn_price": trial.suggest_categorical("churn_price", sorted({*CHURN_PRICES, churn})),
         },
         clone={
-            "hidden": (trial.suggest_categorical("units", [32, 64, 128]),) * 2,
+            "hidden": (trial.suggest_int("units", 8, 128, log=True),) * 2,
             "temperature": trial.suggest_float("temperature", 0.01, 0.1, log=True),
             "weight_decay": trial.suggest_float("weight_decay", 1e-4, 1e-1, log=True),
             "hold_bias": trial.suggest_float("hold_bias", 0.0, 0.02),
@@ -118,7 +121,7 @@ def defaults(config: TrainConfig) -> dict[str, Any]:
     return {
         "stack": environment.stack,
         "decide_every": environment.decide_every,
-        "churn_price": 0.002 if environment.churn_price is None else environment.churn_price,
+        "churn_price": RewardWeights().churn if environment.churn_price is None else environment.churn_price,
         "units": clone.hidden[0],
         **{
             name: getattr(clone, name) for name in ("temperature", "weight_decay", "hold_bias", "rule_weight")

@@ -1,3 +1,4 @@
+import io
 import random
 
 import gymnasium
@@ -5,9 +6,14 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from rich.console import Console
 
+from kvpilot.agent.policies.hysteresis import HysteresisConfig
 from kvpilot.agent.training.config import TrainConfig
 from kvpilot.agent.training.networks import Normalization
+from kvpilot.agent.training.request import TrainRequest
+from kvpilot.agent.training.screen import Screen
+from kvpilot.agent.tune.result import Setting, TunedResult
 
 from ..tuning.conftest import cache, folder, profile, workload  # noqa: TID252 - one small workload, not two
 
@@ -78,3 +84,49 @@ def one_thread_and_own_randomness():
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])
+
+
+LEVELS = [{"ttl_seconds": 20.0, "size_factor": 0.5, "max_batch": 8, "kv_level": k} for k in range(3)]
+
+
+@pytest.fixture
+def tuned(tmp_path):
+    settings = [Setting(name=f"level-{k}", knobs=LEVELS[k], regime="any", score=0.5) for k in (1, 0, 2)]
+    path = tmp_path / "tuned.json"
+    TunedResult(
+        workload="small",
+        seeds={},
+        hashes={},
+        static_best=settings[0],
+        portfolio=tuple(settings),
+        hysteresis=HysteresisConfig(calm=LEVELS[1], pressure=LEVELS[2], high=4.0, low=1.0),
+    ).write(path)
+    return path
+
+
+SMALLEST = TrainConfig(seeds=1, workers=1).with_(
+    environment={"stack": 2, "decide_every": 1},
+    demonstrations={"rounds": 2, "episodes": 2, "label_every": 2, "horizon_seconds": 20.0},
+    clone={"hidden": (8,), "epochs": 20},
+    ppo={"envs": 1, "steps": 32, "rollout_steps": 16, "batch_size": 16, "epochs": 2},
+    selection={"episodes": 1, "every_steps": 16},
+)
+
+
+@pytest.fixture
+def make_request(tmp_path, tuned, workload):
+    def make(config=SMALLEST, out="out"):
+        return TrainRequest(
+            config=config,
+            tuned_path=tuned,
+            workloads={workload.name: workload},
+            out=tmp_path / out,
+            command="autotune train",
+        )
+
+    return make
+
+
+@pytest.fixture
+def screen():
+    return Screen(Console(file=io.StringIO()))

@@ -44,8 +44,10 @@ def make_policy():
     return make
 
 
-@pytest.mark.parametrize("recurrent", [False, True], ids=["mlp", "lstm"])
-@pytest.mark.parametrize(("teacher", "low", "high"), [("lookahead", 2, 4), ("rule", 1, 5)])
+@pytest.mark.parametrize(
+    ("teacher", "low", "high", "recurrent"),
+    [("lookahead", 2, 4, False), ("rule", 1, 5, False), ("lookahead", 2, 4, True)],
+)
 def test_the_clone_chooses_as_its_teacher(small, make_policy, teacher, low, high, recurrent):
     config = small.with_(demonstrations={"teacher": teacher}, ppo={"recurrent": recurrent, "lstm_units": 16})
     policy, data = make_policy(config)

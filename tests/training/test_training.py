@@ -1,71 +1,23 @@
 """The whole of `autotune train` on small traffic: what it leaves, how it is interrupted, resumed and refused."""
 
-import io
 import json
 import signal
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
 from kvpilot.agent.evaluation.workers import StoppedError
 from kvpilot.agent.policies.exported import load_exported
-from kvpilot.agent.policies.hysteresis import HysteresisConfig
 from kvpilot.agent.training.command import run_train
-from kvpilot.agent.training.config import TrainConfig, read_config
+from kvpilot.agent.training.config import read_config
 from kvpilot.agent.training.demonstrations import Demonstrations
 from kvpilot.agent.training.errors import TrainingError
-from kvpilot.agent.training.request import TrainRequest
 from kvpilot.agent.training.rounds import demonstrate
-from kvpilot.agent.training.screen import Screen
 from kvpilot.agent.training.training import open_folder, train
-from kvpilot.agent.tune.result import Setting, TunedFormError, TunedResult
+from kvpilot.agent.tune.result import TunedFormError
 from kvpilot.env.tuning.rollout import run_episode
 
-LEVELS = [{"ttl_seconds": 20.0, "size_factor": 0.5, "max_batch": 8, "kv_level": k} for k in range(3)]
-
-
-@pytest.fixture
-def tuned(tmp_path):
-    settings = [Setting(name=f"level-{k}", knobs=LEVELS[k], regime="any", score=0.5) for k in (1, 0, 2)]
-    path = tmp_path / "tuned.json"
-    TunedResult(
-        workload="small",
-        seeds={},
-        hashes={},
-        static_best=settings[0],
-        portfolio=tuple(settings),
-        hysteresis=HysteresisConfig(calm=LEVELS[1], pressure=LEVELS[2], high=4.0, low=1.0),
-    ).write(path)
-    return path
-
-
-CONFIG = TrainConfig(seeds=1, workers=1).with_(
-    environment={"stack": 2, "decide_every": 1},
-    demonstrations={"rounds": 2, "episodes": 2, "label_every": 2, "horizon_seconds": 20.0},
-    clone={"hidden": (8,), "epochs": 20},
-    ppo={"envs": 1, "steps": 32, "rollout_steps": 16, "batch_size": 16, "epochs": 2},
-    selection={"episodes": 1, "every_steps": 16},
-)
-
-
-@pytest.fixture
-def make_request(tmp_path, tuned, workload):
-    def make(config=CONFIG, out="out"):
-        return TrainRequest(
-            config=config,
-            tuned_path=tuned,
-            workloads={workload.name: workload},
-            out=tmp_path / out,
-            command="autotune train",
-        )
-
-    return make
-
-
-@pytest.fixture
-def screen():
-    return Screen(Console(file=io.StringIO()))
+from .conftest import SMALLEST
 
 
 @pytest.fixture
@@ -101,7 +53,7 @@ def test_a_training_leaves_a_policy_that_runs_and_says_where_it_comes_from(make_
     assert described.evaluation["reward"] == done.point.reward == max(p.reward for p in done.seeds[0])
     settings = described.actions.to_json()["settings"]
     assert [setting["name"] for setting in settings] == ["level-1", "level-0", "level-2"]
-    assert read_config(request.out / "config.toml") == CONFIG
+    assert read_config(request.out / "config.toml") == SMALLEST
     report = json.loads((request.out / "training.json").read_text())
     assert report["policy_hash"] == policy.hash
     assert set(report["baselines"]) == {"static-best", "hysteresis"}
@@ -125,7 +77,7 @@ def test_labels_are_rewards_of_actions_and_learning_rounds_differ(make_request, 
 
 
 def test_the_same_config_gives_the_same_demonstrations_and_clone(make_request, run):
-    config = CONFIG.with_(ppo={"steps": 0})
+    config = SMALLEST.with_(ppo={"steps": 0})
     one, other = (run(make_request(config, out)) for out in ("one", "other"))
     assert one.seeds == other.seeds
     first, second = (
@@ -149,7 +101,7 @@ def test_stopped_while_labelling_it_resumes_and_labels_no_episode_twice(
 
 
 def test_stopped_in_ppo_it_exports_the_best_so_far_and_resumes(make_request, run):
-    request = make_request(CONFIG.with_(ppo={"steps": 64}))
+    request = make_request(SMALLEST.with_(ppo={"steps": 64}))
     points = request.out / "seed-0" / "points.json"
     partial = run(request, is_stopped=lambda: points.exists() and len(json.loads(points.read_text())) > 1)
     assert not partial.is_complete
@@ -163,7 +115,7 @@ def test_stopped_in_ppo_it_exports_the_best_so_far_and_resumes(make_request, run
 
 
 def test_ctrl_c_ends_in_order(make_request, monkeypatch):
-    request = make_request(CONFIG.with_(ppo={"steps": 100_000}))
+    request = make_request(SMALLEST.with_(ppo={"steps": 100_000}))
     monkeypatch.setattr(
         "kvpilot.agent.training.seeds.SeedRun._words",
         lambda self, progress: signal.raise_signal(signal.SIGINT) or "",
@@ -173,14 +125,14 @@ def test_ctrl_c_ends_in_order(make_request, monkeypatch):
 
 
 def test_a_training_is_not_overwritten_nor_mixed_with_another(make_request, run, tuned):
-    request = make_request(CONFIG.with_(demonstrations={"teacher": "rule"}, ppo={"steps": 0}))
+    request = make_request(SMALLEST.with_(demonstrations={"teacher": "rule"}, ppo={"steps": 0}))
     with pytest.raises(TrainingError, match="holds no training to resume"):
         run(request, resume=True)
     run(request)
     with pytest.raises(TrainingError, match="--resume, or name another folder"):
         run(request)
     with pytest.raises(TrainingError, match=r"config\.toml differs"):
-        run(make_request(CONFIG), resume=True)
+        run(make_request(SMALLEST), resume=True)
     tuned.write_text(tuned.read_text() + "\n")
     with pytest.raises(TrainingError, match="other tuned_sha256"):
         run(request, resume=True)
@@ -188,9 +140,9 @@ def test_a_training_is_not_overwritten_nor_mixed_with_another(make_request, run,
 
 def test_a_rule_can_be_cloned_onto_any_action_set(make_request, run):
     for actions in ("absolute", "delta"):
-        teacher = replace(CONFIG.demonstrations, teacher="rule", rounds=1)
-        environment = replace(CONFIG.environment, actions=actions)
-        config = replace(CONFIG, demonstrations=teacher, environment=environment).with_(ppo={"steps": 16})
+        teacher = replace(SMALLEST.demonstrations, teacher="rule", rounds=1)
+        environment = replace(SMALLEST.environment, actions=actions)
+        config = replace(SMALLEST, demonstrations=teacher, environment=environment).with_(ppo={"steps": 16})
         done = run(make_request(config, actions))
         assert load_exported(done.policy).description.actions.to_json()["kind"] == actions
 
