@@ -160,9 +160,9 @@ def graph_milliseconds(engine: Engine, case: Case) -> float:
     step_down_all(engine, case.level)
     for _ in range(4):
         engine.step()
-    runner = engine._runner
-    key = max(runner.graphs._graphs, key=lambda key: list(runner.graphs._graphs).index(key))  # the last used
-    graph = runner.graphs._graphs[key]
+    graphs = engine._runner.graphs._graphs  # pyright: ignore[reportAttributeAccessIssue]
+    graph = graphs[next(reversed(graphs))]  # the last used
+    torch.cuda.synchronize()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(20):

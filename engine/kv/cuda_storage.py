@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvpilot.engine.errors import ConfigError
-from kvpilot.engine.kernels.gpu.convert import convert_pages, move_cells
+from kvpilot.engine.kernels.gpu.convert import convert_pages, copy_first_tokens, move_cells
 from kvpilot.engine.kernels.gpu.layout import check_supported
 from kvpilot.engine.kernels.gpu.upload import upload
 from kvpilot.engine.kv.formats import PageShape, payload_bytes
@@ -72,6 +72,20 @@ class CudaStorage:
     def move(self, moves: list[Move]) -> None:
         for move in moves:
             self._note(MOVES, (move.source,), (move.target,), move)
+
+    def warm_up(self) -> None:
+        """Compiles what a step may launch, on memory of its own."""
+        memory = torch.zeros(4 * self._slot_bytes, dtype=torch.uint8, device=self.device)
+        for level in range(1, len(self.ladder)):
+            job = (0, self._slot_bytes, 2 * self._slot_bytes, 3 * self._slot_bytes)
+            convert_pages(
+                memory,
+                self.shape,
+                *self.ladder[level - 1 : level + 1],
+                upload(torch.tensor([job]), self.device),
+            )
+        move_cells(memory, upload(torch.tensor([(0, self._slot_bytes, 64)]), self.device), 64)
+        copy_first_tokens(memory, self.shape, upload(torch.tensor([(0, self._slot_bytes)]), self.device))
 
     def take_left(self) -> list[int]:
         """Addresses of cells that pages have left since the last call."""

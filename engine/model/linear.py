@@ -37,10 +37,19 @@ class Linear:
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Into `out`, in the dtype of x, if it is given."""
+        if x.is_cuda and self._bias is None:
+            return self._on_gpu(x, out)
         if self._packed:
             y = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-        elif out is not None and self._bias is None:
-            return torch.mm(x, self._weight.t(), out=out)
         else:
             y = F.linear(x, self._weight, self._bias)
         return y if out is None else out.copy_(y)
+
+    def _on_gpu(self, x: Tensor, out: Tensor | None) -> Tensor:
+        from kvpilot.engine.kernels.gpu.gemv import can_gemv, gemv
+
+        if can_gemv(x, self._weight):
+            return gemv(x, self._weight, out)
+        if out is None:
+            return F.linear(x, self._weight)
+        return torch.mm(x, self._weight.t(), out=out)

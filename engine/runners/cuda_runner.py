@@ -24,11 +24,12 @@ from kvpilot.engine.kv.pool import Page
 from kvpilot.engine.model.llama import Llama
 from kvpilot.engine.request import Request, SampledToken, SamplingParams, ScheduledRequest
 from kvpilot.engine.runners.graph_cache import GraphCache
-from kvpilot.engine.runners.step_plan import DecodeInputs, mixed_plan
+from kvpilot.engine.runners.step_plan import DecodeInputs, empty_chunk, mixed_plan
 from kvpilot.engine.sampling import sample
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 BUCKET_STEP = 64  # beyond the last one
+WARM_UP_TOKENS = 256  # of a prompt
 GREEDY = SamplingParams()
 
 
@@ -96,12 +97,15 @@ class CudaRunner:
 
     @torch.inference_mode()
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Captures every graph, so that no step has to: `progress(done, total)`."""
+        """Captures every graph and compiles every kernel, so that no step has to: `progress(done, total)`."""
+        self._storage.warm_up()
         self._inputs.clear()
         keys = [(size, v) for size in reversed(self._buckets) for v in range(self._inputs.num_variants)]
         for done, (size, variant) in enumerate(keys, 1):
             self._run_decode(size, variant, replays=False)
             progress(done, len(keys))
+        plan = empty_chunk(min(WARM_UP_TOKENS, self._max_tokens), self._inputs)
+        self._model.logits(self._forward(torch.zeros_like(plan.positions_T), plan)[-1:])
 
     @torch.inference_mode()
     def execute(self, batch: list[ScheduledRequest]) -> list[SampledToken | None]:

