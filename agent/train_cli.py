@@ -21,6 +21,8 @@ def train(
     trace: OneTrace = None,
     users: TraceUsers = None,
     only: Only = None,
+    slo_ttft: Annotated[float | None, Option(help="As given to `autotune tune`.")] = None,
+    slo_itl: Annotated[float | None, Option(help="As given to `autotune tune`.")] = None,
     tuned: Annotated[Path, Option(help="What `autotune tune` found on the same traffic.")] = Path(
         "tuned.json"
     ),
@@ -66,9 +68,7 @@ def train(
     from kvpilot.engine.errors import ConfigError
 
     if resume and (config or quick or seeds or workers or search):
-        raise ConfigError(
-            "resume=True is invalid with other settings: expected those in --out/config.toml alone"
-        )
+        raise ConfigError("--resume goes on with the settings in --out: expected no other settings beside it")
     if resume:
         settings = resumed_config(out)
     else:
@@ -77,7 +77,13 @@ def train(
         asked = {"seeds": seeds, "workers": workers, "workloads": tuple(only or ()) or None}
         settings = settings.with_(**{name: value for name, value in asked.items() if value is not None})
     traffic = Traffic(
-        traces=traces, files=tuple(workload or ()), trace=trace, users=users, only=settings.workloads
+        traces=traces,
+        files=tuple(workload or ()),
+        trace=trace,
+        users=users,
+        only=settings.workloads,
+        slo_ttft_seconds=slo_ttft,
+        slo_inter_token_seconds=slo_itl,
     )
     request = TrainRequest(
         config=settings,
