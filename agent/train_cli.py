@@ -58,7 +58,7 @@ def train(
 
         autotune train --traces ./traces --tuned tuned.json --out trained
 
-        autotune evaluate --traces ./traces --tuned tuned.json trained/policy
+        autotune evaluate --traces ./traces --tuned tuned.json --policy trained/policy
     """
     from kvpilot.agent.evaluation.workloads import Traffic
     from kvpilot.agent.training import config as configs
