@@ -12,8 +12,11 @@ REUSE_QUANTILE = 0.9
 
 def signals_of(window: StatsWindow, observation: Observation) -> dict[str, float | None]:
     """None: not measured in this window. The first four are those that `SloLimits` has limits for."""
+    ttft = observation.ttft_p99_seconds
+    if ttft is None and observation.waiting:
+        ttft = observation.waiting_oldest_seconds  # nobody got a first token: at least so long
     return {
-        "ttft_p99_seconds": observation.ttft_p99_seconds,
+        "ttft_p99_seconds": ttft,
         "inter_token_p99_seconds": observation.inter_token_p99_seconds,
         "queue_p99_seconds": quantile(window, "queue_seconds", 0.99),
         "violation_share": observation.slo_violation_share,

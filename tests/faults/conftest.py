@@ -143,7 +143,8 @@ class World:
         self.sim.run(until=self.now + seconds)
         snapshot = self.engine.snapshot()
         ttft = quantile(StatsWindow(start=self._last, end=snapshot), "time_to_first_token_seconds", 0.99)
-        is_outside = ttft is not None and ttft > SLO_TTFT
+        waited = snapshot.values["waiting_oldest_seconds", ()]  # unanswered so far
+        is_outside = max(waited, ttft or 0.0) > SLO_TTFT
         if is_outside:
             self.outside = [*self.outside, 0.0] if not self._was_outside else self.outside
             self.outside[-1] += seconds
