@@ -1,5 +1,6 @@
 """The processes in which PPO gathers experience."""
 
+import math
 import signal
 from collections.abc import Sequence
 from functools import partial
@@ -11,6 +12,7 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 
 from kvpilot.agent.training.config import TrainConfig
+from kvpilot.engine.errors import KVPilotError
 from kvpilot.env.tuning.actions import Actions
 from kvpilot.env.tuning.environment import KVCacheTuningEnv, StackObservations
 from kvpilot.env.tuning.episode import Episode
@@ -19,7 +21,11 @@ from kvpilot.env.tuning.vector import Vector
 
 
 class EpisodePool(gymnasium.Wrapper[Vector, Any, Vector, Any]):
-    """Draws from a fixed set of episodes, whose references are known; hands on only what training reads."""
+    """Draws from a fixed set of episodes, whose references are known; hands on only what training reads.
+
+    What the simulation refuses to go on with becomes a reward that is no number, with `error` in its info: an
+    exception would end the process without a word to the one that trains.
+    """
 
     def __init__(self, env: gymnasium.Env[Vector, Any], episodes: Sequence[Episode], seed: list[int]) -> None:
         super().__init__(env)
@@ -34,8 +40,12 @@ class EpisodePool(gymnasium.Wrapper[Vector, Any, Vector, Any]):
         return observation, {}
 
     def step(self, action: Any) -> tuple[Vector, Any, bool, bool, dict[str, Any]]:
-        *rest, info = self.env.step(action)
-        return (*rest, {"reward_parts": info.get("reward_parts")})  # pyright: ignore[reportReturnType]
+        try:
+            observation, reward, terminated, truncated, info = self.env.step(action)
+        except KVPilotError as error:
+            nothing = np.zeros(self.observation_space.shape or (), np.float32)
+            return nothing, math.nan, True, False, {"error": str(error)}
+        return observation, reward, terminated, truncated, {"reward_parts": info.get("reward_parts")}
 
 
 def make_environments(

@@ -99,6 +99,8 @@ def _resume(checkpoint: Path) -> str:
 
 
 def _bad_reward(reward: float, info: dict[str, object]) -> str:
+    if "error" in info:
+        return str(info["error"])
     parts = info.get("reward_parts")
     bad = []
     if isinstance(parts, dict):
