@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # One version, in reach of the bound in pyproject.toml: a range may pull gigabytes of CUDA libraries onto a CPU machine.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test test-all check types lint layers compiled bench clean
+.PHONY: demo test test-all e2e dashboards check types lint layers compiled bench clean
 
 demo: $(STAMP)
 	$(BIN)/autotune demo
@@ -16,6 +16,13 @@ test: $(STAMP)  ## fast: no model, no child processes, no peers
 
 test-all: $(STAMP)  ## fetches the embedded model on first use
 	$(BIN)/pytest -m "not peer and not gpu"
+
+e2e: $(STAMP)  ## engine, Prometheus, the loop and traffic, all real: about four minutes
+	.ci/install-prometheus
+	KVPILOT_REQUIRE_PROMETHEUS=1 $(BIN)/pytest -m e2e tests/e2e tests/exporter tests/dashboards
+
+dashboards: $(STAMP)  ## dashboards and rules, anew
+	cd / && $(BIN)/python -m kvpilot.dashboards
 
 check: lint types layers test
 

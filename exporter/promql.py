@@ -15,7 +15,7 @@ from kvpilot.engine.errors import ConfigError
 from kvpilot.engine.stats import METRICS, StatsSnapshot, StatsWindow
 from kvpilot.exporter.collector import PREFIX, TIME_METRIC
 from kvpilot.exporter.scrape import Families, ScrapeError, snapshot_of
-from kvpilot.exporter.source import NoHistoryError, SourceError
+from kvpilot.exporter.source import NoHistoryError, SourceError, check_window_seconds, nearest
 
 LOOK_BACK_SECONDS = 300  # so that a target which went away is told from one that never was
 LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
@@ -80,8 +80,7 @@ class PromSource:
         )
 
     def window(self, seconds: float) -> StatsWindow:
-        if not 0 < seconds <= 86_400:
-            raise ConfigError(f"seconds={seconds!r} is invalid: expected a number in (0, 86400]")
+        check_window_seconds(seconds)
         now = self._now()
         scrapes, progress = self._history(now, seconds)
         end = scrapes[-1]
@@ -90,13 +89,12 @@ class PromSource:
                 f"{self._name(self._reading.anchor)}: the newest sample is {now - end:.0f} s old, expected at most"
                 f" {self._max_age_seconds:g} s: is the target down, or scraped less often?"
             )
-        old = [at for at in scrapes if end - at >= seconds / 2]
-        if not old:
+        start = nearest(scrapes, end, seconds, float)
+        if start is None:
             raise NoHistoryError(
                 f"{self._name(self._reading.anchor)}: no sample is {seconds / 2:g} s older than the newest:"
                 f" a window of {seconds:g} s needs one"
             )
-        start = min(old, key=lambda at: abs(end - at - seconds))
         return StatsWindow(
             start=self._snapshot(start),
             end=self._snapshot(end),

@@ -1,11 +1,14 @@
 """Where a control loop gets its windows from: one interface over direct scrapes and a Prometheus server."""
 
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import Protocol, TypeVar
 
 from kvpilot.engine.errors import ConfigError, KVPilotError
 from kvpilot.engine.stats import StatsSnapshot, StatsWindow
+
+MAX_WINDOW_SECONDS = 86_400.0
+T = TypeVar("T")
 
 
 class SourceError(KVPilotError):
@@ -35,34 +38,27 @@ class ScrapeSource:
     """Windows between scrapes that it makes itself: one per call, so call it at least every `seconds`.
 
     `scrape` gives the engine's statistics now (`Scraper.snapshot`); what it raises is raised as SourceError
-    if it is a KVPilotError. Snapshots are kept for `keep_seconds` of the engine's clock.
+    if it is a KVPilotError. Snapshots are kept for twice the longest window asked for, on the engine's clock.
     """
 
     def __init__(
-        self,
-        scrape: Callable[[], StatsSnapshot],
-        *,
-        keep_seconds: float = 900.0,
-        close: Callable[[], None] | None = None,
+        self, scrape: Callable[[], StatsSnapshot], *, close: Callable[[], None] | None = None
     ) -> None:
-        if not keep_seconds > 0:
-            raise ConfigError(f"keep_seconds={keep_seconds!r} is invalid: expected a number > 0")
-        self._scrape, self._keep_seconds, self._close = scrape, keep_seconds, close
+        self._scrape, self._close = scrape, close
         self._snapshots: deque[StatsSnapshot] = deque()
+        self._longest_seconds = 0.0
 
     def window(self, seconds: float) -> StatsWindow:
-        if not 0 < seconds <= self._keep_seconds:
-            raise ConfigError(
-                f"seconds={seconds!r} is invalid: expected a number in (0, {self._keep_seconds:g}]"
-            )
+        check_window_seconds(seconds)
+        self._longest_seconds = max(self._longest_seconds, seconds)
         end = self._newest()
         previous = self._snapshots[-1] if self._snapshots else None
         if previous is not None and StatsWindow(start=previous, end=end).is_reset():
             self._snapshots = deque([end])
             return StatsWindow(start=previous, end=end)
-        start = nearest_start(self._snapshots, end.time, seconds)
+        start = nearest(self._snapshots, end.time, seconds, lambda snapshot: snapshot.time)
         self._snapshots.append(end)
-        while end.time - self._snapshots[0].time > self._keep_seconds:
+        while end.time - self._snapshots[0].time > 2 * self._longest_seconds:
             self._snapshots.popleft()
         if start is None:
             raise NoHistoryError(
@@ -83,7 +79,13 @@ class ScrapeSource:
             raise SourceError(str(error)) from error
 
 
-def nearest_start(snapshots: "deque[StatsSnapshot]", end_time: float, seconds: float) -> StatsSnapshot | None:
-    """The one whose age is nearest to `seconds`; None if all are younger than half of that."""
-    old = [snapshot for snapshot in snapshots if end_time - snapshot.time >= seconds / 2]
-    return min(old, key=lambda snapshot: abs(end_time - snapshot.time - seconds), default=None)
+def check_window_seconds(seconds: float) -> None:
+    if not 0 < seconds <= MAX_WINDOW_SECONDS:
+        bounds = f"expected a number in (0, {MAX_WINDOW_SECONDS:g}]"
+        raise ConfigError(f"seconds={seconds!r} is invalid: {bounds}")
+
+
+def nearest(samples: Iterable[T], end: float, seconds: float, time: Callable[[T], float]) -> T | None:
+    """The one whose age at `end` is nearest to `seconds`; None if all are younger than half of that."""
+    old = [sample for sample in samples if end - time(sample) >= seconds / 2]
+    return min(old, key=lambda sample: abs(end - time(sample) - seconds), default=None)

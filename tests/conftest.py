@@ -14,7 +14,7 @@ import httpx
 import pytest
 import yaml
 
-PROGRAMS = ("prometheus", "promtool", "prometheus-alertmanager")
+PROGRAMS = ("prometheus", "promtool")
 Probe = Callable[[], Any]
 
 
@@ -71,7 +71,7 @@ def prometheus_programs() -> dict[str, str]:
 def start_prometheus(
     prometheus_programs: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[..., Prometheus]]:
-    """start(targets={job: [(host:port, labels)]}, interval="1s", rule_files=(), alertmanager=None)."""
+    """start(targets={job: [(host:port, labels)]}, interval="1s", rule_files=())."""
     started: list[Prometheus] = []
 
     def start(
@@ -79,7 +79,6 @@ def start_prometheus(
         targets: Mapping[str, list[tuple[str, dict[str, str]]]],
         interval: str = "1s",
         rule_files: tuple[Path, ...] = (),
-        alertmanager: str | None = None,
     ) -> Prometheus:
         directory = tmp_path_factory.mktemp("prometheus")
         config: dict[str, Any] = {
@@ -97,8 +96,6 @@ def start_prometheus(
                 for job, some in targets.items()
             ],
         }
-        if alertmanager is not None:
-            config["alerting"] = {"alertmanagers": [{"static_configs": [{"targets": [alertmanager]}]}]}
         path = directory / "prometheus.yml"
         path.write_text(yaml.safe_dump(config), encoding="utf-8")
         address = f"127.0.0.1:{free_port()}"
