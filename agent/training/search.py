@@ -84,7 +84,7 @@ def _run_trial(
     return max(rewards)
 
 
-def suggest(trial: optuna.Trial, base: TrainConfig) -> TrainConfig:
+def suggest(trial: optuna.trial.BaseTrial, base: TrainConfig) -> TrainConfig:
     """`base` with the searched fields replaced; one seed."""
     recurrent = trial.suggest_categorical("recurrent", [False, True])
     churn = defaults(base)["churn_price"]
@@ -135,7 +135,7 @@ def _best(study: optuna.Study, request: TrainRequest) -> tuple[Path, float]:
     if not complete:
         raise StoppedError("stopped before a trial was done")
     best = study.best_trial
-    config = suggest(optuna.trial.FixedTrial(best.params), request.config)  # pyright: ignore[reportArgumentType]
+    config = suggest(optuna.trial.FixedTrial(best.params), request.config)
     path = request.out / BEST_CONFIG
     path.write_text(to_toml(config.with_(seeds=request.config.seeds)), encoding="utf-8")
     return path, study.best_value

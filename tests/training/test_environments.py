@@ -84,9 +84,10 @@ def test_several_environments_run_in_processes_and_are_stacked(make_request):
     )
     try:
         first = env.reset()
-        assert first.shape == (2, 2 * len(FEATURES))
         assert isinstance(first, np.ndarray)
+        assert first.shape == (2, 2 * len(FEATURES))
         later, rewards, _, infos = env.step(np.array([1, 2]))
+        assert isinstance(later, np.ndarray)
         assert (later[:, : len(FEATURES)] == first[:, len(FEATURES) :]).all()
         assert np.isfinite(rewards).all()
         assert {"hits", "quality", "total"} <= set(infos[0]["reward_parts"])
