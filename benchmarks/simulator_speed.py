@@ -5,7 +5,8 @@
 The trace is sampled to one GPU (1/8 of the sessions) in 512-token pages on the H200 roofline profile. Counted are
 the CPU seconds of this process, from building the simulation to the last answer, statistics included; reading the
 trace is not. Vidur gets the same arrivals and lengths and the same step times (see contenders/vidur_worker.py); it
-has no KV precision, retention or cache-aware admission to account for.
+has no KV precision, retention or cache-aware admission to account for. `KVPILOT_COMPILED=0` runs the sources instead
+of what was compiled from them, and shows where the time goes by function.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import time
 from importlib.resources import files
 from pathlib import Path
 
+from kvpilot.engine import compiled
 from kvpilot.engine.config import Knobs
 from kvpilot.env.replay.result import Slo
 from kvpilot.env.replay.sim import SimReplay, make_simulation
@@ -94,7 +96,9 @@ def main() -> None:
         "LRU, full precision": Knobs(max_batch=64),
         "all four knobs": Knobs(max_batch=64, kv_level=2, size_factor=0.6, ttl_seconds=120.0),
     }
-    figures: dict = {"requests_per_cpu_second": {}, "by_length": {}, "profile": {}}
+    is_compiled = compiled.is_in_use()
+    print(f"bookkeeping: {'compiled' if is_compiled else 'interpreted'}")
+    figures: dict = {"compiled": is_compiled, "requests_per_cpu_second": {}, "by_length": {}, "profile": {}}
     for name, knobs in settings.items():
         seconds = min(simulated_cpu_seconds(trace, knobs) for _ in range(args.runs))
         figures["requests_per_cpu_second"][name] = len(trace) / seconds
