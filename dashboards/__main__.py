@@ -8,15 +8,17 @@ from pathlib import Path
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
 from kvpilot.dashboards.boards import BOARDS, build
-from kvpilot.dashboards.rules import render_rules
-
-RULES = "kvpilot-rules.yml"
+from kvpilot.dashboards.rules import render_prometheus_rule, render_rules
 
 
 def render() -> dict[str, str]:
     """Text by file name."""
     boards = {f"{board.uid}.json": _json(build(board)) for board in BOARDS}
-    return {**boards, RULES: render_rules()}
+    return {
+        **boards,
+        "kvpilot-rules.yml": render_rules(),
+        "kvpilot-prometheusrule.yml": render_prometheus_rule(),
+    }
 
 
 def _json(model: object) -> str:

@@ -208,7 +208,7 @@ def agent_alerts(timing: Timing) -> list[Alert]:
 
 
 def rule_document(timing: Timing | None = None) -> dict[str, Any]:
-    """A Prometheus rule file; the body of a PrometheusRule's `spec` too."""
+    """Groups of rules."""
     timing = timing or Timing()
     recorded = [{"record": name, "expr": expression} for name, expression in recordings(timing).items()]
     return {
@@ -221,5 +221,20 @@ def rule_document(timing: Timing | None = None) -> dict[str, Any]:
 
 
 def render_rules(timing: Timing | None = None) -> str:
+    """A rule file for `rule_files`."""
+    return _yaml(rule_document(timing))
+
+
+def render_prometheus_rule() -> str:
+    """The same for the Prometheus operator."""
+    head = {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PrometheusRule",
+        "metadata": {"name": "kvpilot"},
+    }
+    return _yaml({**head, "spec": rule_document()})
+
+
+def _yaml(document: dict[str, Any]) -> str:
     head = "# Written by `python -m kvpilot.dashboards`: change dashboards/rules.py.\n"
-    return head + yaml.safe_dump(rule_document(timing), sort_keys=False, width=110)
+    return head + yaml.safe_dump(document, sort_keys=False, width=110)
