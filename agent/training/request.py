@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvpilot.agent.evaluation.runs import workload_hash
+from kvpilot.agent.evaluation.runs import code_digest, workload_hash
 from kvpilot.agent.training.actions import action_set
 from kvpilot.agent.training.config import TrainConfig
 from kvpilot.agent.tune.result import TunedResult, read_tuned
@@ -74,6 +74,7 @@ class TrainRequest:
         """One per set of inputs that decide what is labelled."""
         return (self.demonstrations or self.out / "demonstrations") / _digest(
             {
+                "simulator": code_digest(),
                 "workloads": self.hashes,
                 "actions": self.actions.to_json(),
                 "rule": self.tuned.hysteresis.to_json(),

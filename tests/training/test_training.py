@@ -152,3 +152,18 @@ def test_a_study_of_another_version_is_refused(make_request, run, tuned):
     tuned.write_text(json.dumps({**values, "kvpilot_tuned": 99}))
     with pytest.raises(TunedFormError, match="99"):
         run(make_request())
+
+
+def test_a_recurrent_policy_trains_and_runs(make_request, run, workload):
+    config = SMALLEST.with_(
+        environment={"stack": 1},
+        demonstrations={"rounds": 1},
+        clone={"epochs": 3},
+        ppo={"recurrent": True, "lstm_units": 4, "steps": 16},
+    )
+    done = run(make_request(config))
+    assert [point.steps for point in done.seeds[0]] == [0, 16]
+    policy = load_exported(done.policy)
+    assert policy.network.lstm is not None
+    result = run_episode(workload.with_(split="validation").draw(500_000), policy, decide_every=1)
+    assert result.reward == pytest.approx(done.point.reward)
