@@ -35,7 +35,7 @@ from kvpilot.env.tuning.rollout import EpisodeResult
 if TYPE_CHECKING:
     import optuna
 
-TAKEN_FROM_REGIME = 4  # best settings of each workload that are run on every one
+TAKEN_FROM_REGIME = 2  # best settings of each workload that are run on every one
 SEGMENT_WINDOWS = 30  # a phase is cut into pieces of so many windows at most
 SHARE_OF_ALL, SHARE_OF_REGIMES = 0.5, 0.5  # of the minutes left, as each stage begins
 

@@ -1,3 +1,5 @@
+import socket
+
 import optuna
 import pytest
 
@@ -31,8 +33,8 @@ class InProcess:
 
 
 @pytest.fixture
-def ladder(workload) -> Ladder:
-    return Ladder(episodes=(workload.draw(0), workload.draw(1)), short_seconds=30.0)
+def ladder(short) -> Ladder:
+    return Ladder(episodes=(short.draw(0), short.draw(1)), short_seconds=20.0)
 
 
 @pytest.fixture
@@ -62,6 +64,7 @@ def make_search(tmp_path, ladder):
 
 
 FOREVER = float("inf")
+FILES = ("study.db", "study.journal")
 
 
 def values_of(search: Search) -> list[tuple]:
@@ -74,22 +77,22 @@ def values_of(search: Search) -> list[tuple]:
 def test_half_of_the_settings_are_given_up_after_the_short_runs(make_search):
     workers = InProcess()
     search = make_search(workers)
-    search.run(24, FOREVER)
+    search.run(16, FOREVER)
     pruned = search.study.get_trials(states=(optuna.trial.TrialState.PRUNED,))
-    assert search.num_done == 24
-    assert 3 <= len(pruned) <= 14
+    assert search.num_done == 16
+    assert 2 <= len(pruned) <= 8
     full = [run for run in workers.runs if run.until_seconds is None]
-    short = [run for run in workers.runs if run.until_seconds == 30.0]
-    assert len(short) == 48
-    assert len(full) < 2 * (24 - len(pruned)) + len(pruned) + 1
+    short = [run for run in workers.runs if run.until_seconds == 20.0]
+    assert len(short) == 32
+    assert len(full) < 2 * (16 - len(pruned)) + len(pruned) + 1
     best = search.best(1)[0]
-    assert best.value == max(trial.value for trial in search.best(24))
+    assert best.value == max(trial.value for trial in search.best(16))
 
 
-@pytest.mark.parametrize("storage", ["study.db", "study.journal"])
+@pytest.mark.parametrize("storage", FILES)
 def test_a_study_goes_on_as_it_would_have(make_search, storage):
-    whole = make_search(storage=f"whole-{storage}")
-    whole.run(12, FOREVER)
+    whole = make_search()
+    whole.run(12, FOREVER)  # in memory
     make_search(storage=storage).run(8, FOREVER)
     resumed = make_search(storage=storage)
     resumed.run(12, FOREVER)
@@ -112,7 +115,7 @@ def test_trials_of_a_killed_process_are_taken_back(make_search):
     search = make_search()
     trial = search.study.ask()
     trial.suggest_float("size_factor", 0.0, 1.0)
-    trial.set_user_attr("worker", f"{__import__('socket').gethostname()}:4194305")  # above any process number
+    trial.set_user_attr("worker", f"{socket.gethostname()}:4194305")  # above any process number
     other = search.study.ask()
     other.set_user_attr("worker", "elsewhere:1")
     assert take_back_lost(search.study) == 1
@@ -142,7 +145,7 @@ def test_a_setting_whose_workers_die_fails_and_says_nothing(make_search):
 
 
 def test_limits_come_before_reward(make_search):
-    free = make_search(storage="free.db")
+    free = make_search(storage="free")
     free.run(10, FOREVER)
     losses = sorted(trial.user_attrs["figures"]["quality_loss"] for trial in free.best(10))
     assert losses[0] < losses[-1]

@@ -10,14 +10,14 @@ from kvpilot.agent.tune.result import read_tuned
 from kvpilot.agent.tune.tuning import Tuner, make_workers, segments
 from kvpilot.engine.errors import KVPilotError
 
-EFFORT = Effort(trials=8, regime_trials=2, rule_trials=4, episodes=1, short_seconds=30.0, batch=4)
+EFFORT = Effort(trials=8, regime_trials=2, rule_trials=4, episodes=1, short_seconds=20.0, batch=4)
 
 
 @pytest.fixture
-def config(workload, tmp_path) -> TuneConfig:
-    busy = workload.with_(name="busy", order=("busy",))
+def config(short, tmp_path) -> TuneConfig:
+    busy = short.with_(name="busy", order=("busy",))
     return TuneConfig(
-        workloads={"small": workload, "busy": busy},
+        workloads={"small": short, "busy": busy},
         label="test",
         out=tmp_path / "tuned.json",
         storage=str(tmp_path / "tuned.db"),
@@ -104,8 +104,8 @@ def test_segments_are_phases_and_add_up_to_the_episode(workload):
         assert rewards[0] @ lengths / sum(lengths) == pytest.approx(results[0][0].reward)
 
 
-def test_workloads_whose_engines_differ_are_tuned_apart(config, workload):
-    other = workload.with_(name="busy", profile="h200-llama3-8b", page_size=512, pool_bytes=60_000_000_000)
-    mixed = TuneConfig(**{**vars(config), "workloads": {"small": workload, "busy": other}})
+def test_workloads_whose_engines_differ_are_tuned_apart(config, short):
+    other = short.with_(name="busy", profile="h200-llama3-8b", page_size=512, pool_bytes=60_000_000_000)
+    mixed = TuneConfig(**{**vars(config), "workloads": {"small": short, "busy": other}})
     with make_workers(mixed) as workers, pytest.raises(KVPilotError, match="other bounds"):
         Tuner(mixed, workers, is_stopped=lambda: False, on_trial=lambda: None)
