@@ -83,7 +83,7 @@ def compiled_modules(build_folder: Path) -> list[Extension]:
             return []
     for module in modules:
         module.optional = True
-    return modules
+    return modules  # pyright: ignore[reportReturnType]  distutils' class, of which ours is one
 
 
 class BuildExtensions(build_ext):
