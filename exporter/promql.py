@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any, Protocol
 
-from prometheus_api_client import PrometheusApiClientException, PrometheusConnect
+from prometheus_api_client.exceptions import PrometheusApiClientException
+from prometheus_api_client.prometheus_connect import PrometheusConnect
 from prometheus_client.samples import Sample
 from requests import RequestException, Session
 from urllib3.util.retry import Retry

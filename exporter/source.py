@@ -57,7 +57,8 @@ class ScrapeSource:
             self._snapshots = deque([end])
             return StatsWindow(start=previous, end=end)
         start = nearest(self._snapshots, end.time, seconds, lambda snapshot: snapshot.time)
-        self._snapshots.append(end)
+        if not self._snapshots or end.time > self._snapshots[-1].time:  # metrics that stand still fill no memory
+            self._snapshots.append(end)
         while end.time - self._snapshots[0].time > 2 * self._longest_seconds:
             self._snapshots.popleft()
         if start is None:

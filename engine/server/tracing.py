@@ -81,8 +81,8 @@ class RequestTracer:
             root.set_status(self._trace.StatusCode.ERROR, "the engine failed on this request")
         inside = self._trace.set_span_in_context(root)
         for name, start, stop in _phases(request, end):
-            times = {"start_time": self._nanoseconds(start)}
-            self._tracer.start_span(name, context=inside, **times).end(self._nanoseconds(stop))
+            phase = self._tracer.start_span(name, context=inside, start_time=self._nanoseconds(start))
+            phase.end(self._nanoseconds(stop))
         root.end(self._nanoseconds(end))
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -104,7 +105,7 @@ def world(start_prometheus: Callable, wait_until: Callable) -> Iterator[SimpleNa
 def source_of(world: SimpleNamespace) -> Iterator[Callable[..., PromSource]]:
     sources = []
 
-    def make(pod: str, **options: object) -> PromSource:
+    def make(pod: str, **options: Any) -> PromSource:
         sources.append(PromSource(world.server.url, selector={"pod": pod}, **options))
         return sources[-1]
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -50,7 +51,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         server.shutdown()
 
 
-def attributes(span) -> dict[str, object]:
+def attributes(span) -> dict[str, Any]:
     values = {}
     for attribute in span.attributes:
         kind = attribute.value.WhichOneof("value")
