@@ -148,6 +148,11 @@ class RunSettings(BaseSettings):
         return self
 
     @property
+    def is_controlled(self) -> bool:
+        """A control document says what to do."""
+        return self.control_file is not None or self.control_config_map is not None
+
+    @property
     def decide_every(self) -> int:
         """Observations per decision."""
         return decide_every(self.interval_seconds, self.decision_seconds)

@@ -143,6 +143,7 @@ def _compared(
     now = [(refusal.reason.value, refusal.knob, refusal.detail) for refusal in plan.refusals]
     return [
         ("plan", recorded["plan"], plan.outcome.value),
+        ("reason", record["reason"], plan.reason),
         ("changes", record["changes"], dict(plan.changes)),
         ("wanted", record["wanted"], {name: repr(value) for name, value in plan.wanted.items()}),
         ("constraints", was[: len(now)], now),  # what the world added came after

@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Protocol
 
 from kvpilot.agent.control_nouns import Control, Mode
 from kvpilot.agent.guard.changes import Allowed
@@ -12,6 +13,17 @@ from kvpilot.k8s.control_source import ControlSource
 
 log = logging.getLogger("kvpilot.agent")
 KILL_VARIABLE = "KVPILOT_KILL"
+
+
+class DocumentSource(Protocol):
+    """DocumentFile, or the ConfigMap itself by way of the API server (`k8s.control_source`)."""
+
+    document: ControlDocument | None  # the last one understood
+    problem: str  # with what is there now; empty: none
+
+    def refresh(self) -> bool:
+        """Whether another document is in force than before. Never blocks, never raises."""
+        ...
 
 
 class DocumentFile:
@@ -29,6 +41,7 @@ class DocumentFile:
         try:
             text = self.path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
+            self._text = None  # read it again when it is back
             self._complain(f"control_file={str(self.path)!r} cannot be read: {error}")
             return False
         if text == self._text:

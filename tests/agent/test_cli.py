@@ -13,8 +13,8 @@ from kvpilot.agent.control_nouns import Mode
 from kvpilot.engine.config import EngineConfig, Knobs
 
 FLAGS = {
-    "serve": "admin-port admin-token-file dtype eviction host kv-level ladder max-batch max-batch-ceiling "
-    "max-model-len max-waiting model page-size pool-bytes pool-mb port prefill-chunk record size-factor "
+    "serve": "admin-port admin-token-file device dtype eviction host kv-level ladder load-format max-batch "
+    "max-batch-ceiling max-model-len max-waiting model page-size pool-bytes pool-mb port prefill-chunk record size-factor "
     "starvation-seconds threads ttl",
     "run": "admin-url audit config control-file counterfactual decision interval kill-file listen log-format "
     "min-change-seconds mode outside pod-name policy prometheus-url selector slo-itl slo-ttft source state target "
@@ -98,6 +98,9 @@ def autotune(*args: str) -> subprocess.CompletedProcess[str]:
     [
         (("serve", "--page-size", "3"), 2, "page_size=3"),
         (("serve", "--dtype", "int2"), 2, "dtype='int2'"),
+        (("serve", "--device", "tpu"), 2, "device='tpu'"),
+        (("serve", "--load-format", "gguf"), 2, "load_format='gguf'"),
+        (("serve", "--device", "cuda", "--dtype", "fp32"), 2, "dtype='fp32'"),
         (("run", "--policy", "magic"), 2, "policy='magic'"),
         (("run", "--token-file", "/nonexistent"), 2, "/nonexistent"),
         (("demo", "--pool-mb", "1"), 2, "pool_mb=1"),

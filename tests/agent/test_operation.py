@@ -3,6 +3,9 @@
 import json
 import logging
 import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -62,7 +65,12 @@ def make_sidecar(engine, target, tmp_path):
 
 
 def ticks(sidecar, count: int) -> list:
-    return [sidecar.controller.tick() for _ in range(count)]
+    """A control document brings its own pace: a test's is faster."""
+    decisions = []
+    for _ in range(count):
+        sidecar.controller.window_seconds = 1e-3
+        decisions.append(sidecar.controller.tick())
+    return decisions
 
 
 def lines(tmp_path) -> list[dict]:
@@ -117,7 +125,8 @@ def test_the_control_document_changes_policy_and_mode_of_a_running_loop(make_sid
     path.write_text(ControlDocument(revision=1, mode="advisory").to_yaml())
     sidecar = make_sidecar(control_file=path)
     engine.press()
-    assert ticks(sidecar, 5)[-1].outcome is Outcome.ADVISED
+    ticks(sidecar, 1)  # reads the document, and waits for a window of its length
+    assert ticks(sidecar, 4)[-1].outcome is Outcome.ADVISED
     path.write_text(ControlDocument(revision=2, mode="auto", policy=PolicySource(name="default")).to_yaml())
     sidecar.controller.tick()
     assert sidecar.loaded.spec == "default"
@@ -287,6 +296,69 @@ def test_another_engine_must_be_found_and_told_how_it_was_started(engine):
     started = {"max_batch": 256, "kv_level": 0}
     with pytest.raises(ConfigError, match="no vllm server"):
         make_target(load_settings({"target": "vllm", "url": engine.url, "started_with": started}))
+
+
+VLLM_METRICS = Path(__file__).parents[1] / "exporter" / "data" / "vllm_0.33.txt"
+
+
+@pytest.fixture
+def vllm():
+    """A server that answers as vLLM does, with what it exports, under traffic; it lists what is written to it."""
+    text, written, scrapes = VLLM_METRICS.read_text(), [], []
+
+    def grown(line: str) -> str:
+        """All counters and histograms have counted on since the last scrape."""
+        name, space, value = line.rpartition(" ")
+        moves = any(part in name for part in ("_total", "_bucket", "_count", "_sum"))
+        return f"{name}{space}{float(value) * len(scrapes)}" if moves and not line.startswith("#") else line
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            scrapes.append(self.path)
+            body, kind = '{"version": "0.33.1"}', "application/json"
+            if self.path == "/metrics":
+                body, kind = "\n".join(map(grown, text.splitlines())) + "\n", "text/plain"
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def do_PATCH(self) -> None:
+            written.append(self.path)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    yield SimpleNamespace(url=f"http://127.0.0.1:{server.server_address[1]}", written=written)
+    server.shutdown()
+    server.server_close()
+
+
+def test_vllm_is_watched_and_what_it_does_not_take_live_is_proposed_with_the_flag(vllm, tmp_path):
+    started = {"max_batch": 256, "kv_level": 0}
+    settings = load_settings({"target": "vllm", "url": vllm.url, "mode": "auto", "started_with": started})
+    target = make_target(settings)
+    source = target.source(settings)
+    controller = Controller(
+        engine=target,
+        policy=StaticPolicy({"max_batch": 128, "kv_level": 1}),
+        audit=AuditLog(tmp_path / "audit.jsonl"),
+        mode=Mode.AUTO,
+        limits=GuardLimits(min_windows=1, max_age_seconds=60.0),
+        source=source,
+        window_seconds=1e-3,
+        how_to_restart=target.how_to_restart,
+    )
+    decisions = [controller.tick() for _ in range(3)]
+    source.close()
+    target.close()
+    proposals = [str(one) for decision in decisions for one in decision.proposals]
+    assert any("--max-num-seqs 128" in one for one in proposals), decisions
+    assert any("--kv-cache-dtype fp8_e4m3" in one for one in proposals)
+    assert vllm.written == []
+    assert all(not decision.changes for decision in decisions)
 
 
 def test_the_sidecar_learns_nothing_and_needs_no_training_library(make_sidecar, engine, tmp_path):

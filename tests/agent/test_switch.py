@@ -54,6 +54,15 @@ def test_a_missing_document_holds(switches):
     assert "cannot be read" in control.hold
 
 
+def test_a_document_that_comes_back_is_in_force_again(switches, path):
+    write(path, 1, mode="auto")
+    assert switches().acts
+    path.rename(path.with_suffix(".away"))
+    assert "cannot be read" in switches().hold
+    path.with_suffix(".away").rename(path)
+    assert switches().hold == ""
+
+
 def test_a_document_that_is_not_understood_leaves_the_last_one_in_force_and_holds(switches, path, caplog):
     write(path, 4, mode="auto")
     switches()

@@ -218,8 +218,10 @@ def make_loop(world, tmp_path) -> Iterator[Callable[..., Controller]]:
     """A loop with the limits that an operator gets by default, on the world's clock."""
     clients: list[EngineClient] = []
 
-    def make(policy, *, audit=None, limits=None, slo_ttft: float = SLO_TTFT, **options) -> Controller:
-        client = EngineClient(url=world.url, admin_url=world.url, token=TOKEN, timeout_seconds=0.5)
+    def make(
+        policy, *, audit=None, limits=None, slo_ttft: float = SLO_TTFT, timeout: float = 10.0, **options
+    ) -> Controller:
+        client = EngineClient(url=world.url, admin_url=world.url, token=TOKEN, timeout_seconds=timeout)
         clients.append(client)
         settings = RunSettings(slo={"ttft_p99_seconds": slo_ttft})  # pyright: ignore[reportArgumentType]
         log = AuditLog(audit or tmp_path / "audit.jsonl")

@@ -195,7 +195,7 @@ def test_lying_metrics(world, make_loop, reasons, lie, reason):
 
 
 def test_a_slow_engine(world, make_loop, wishes, reasons):
-    controller = make_loop(wishes(lambda call: HIGH))
+    controller = make_loop(wishes(lambda call: HIGH), timeout=0.5)
     world.play(controller, WARM_UP)
     world.delay_seconds = 0.7  # more than the client waits
     before = world.knobs

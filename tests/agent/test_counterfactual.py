@@ -1,0 +1,83 @@
+"""What the proposed knobs would have given: a real simulation in a real child process."""
+
+import json
+import threading
+
+import pytest
+
+from kvpilot.agent.audit import AuditLog
+from kvpilot.agent.config import CounterfactualSettings
+from kvpilot.agent.counterfactual import FIGURES, Counterfactual, CounterfactualError, Question, in_words
+from kvpilot.engine.errors import ConfigError
+
+GOOD = {"ttl_seconds": 60.0, "size_factor": 0.3, "max_batch": 16, "kv_level": 1}
+SLO = {"ttft_p99_seconds": 2.0}
+
+
+class Shown:
+    """Stands where the metrics do."""
+
+    def __init__(self) -> None:
+        self.results: list[tuple[dict, dict]] = []
+        self.arrived = threading.Event()
+
+    def set_counterfactual(self, proposed, present) -> None:
+        self.results.append((dict(proposed), dict(present)))
+        self.arrived.set()
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "traffic.jsonl"
+    lines = [
+        {
+            "arrival": 1.7e9 + 0.1 * n,
+            "prompt_tokens": 320,
+            "output_tokens": 32,
+            "block_size": 32,
+            "blocks": [1, 2, 3, 4, 5, *range(10 * n + 10, 10 * n + 15)],
+        }
+        for n in range(1200)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"arrival": 17')  # half written
+    return path
+
+
+@pytest.fixture
+def counterfactual(trace, tmp_path):
+    def make(**changes) -> Counterfactual:
+        fixed = {"trace": trace, "profile": "h200-llama3-8b", "window_seconds": 60.0, "pool_bytes": 1 << 30}
+        settings = CounterfactualSettings(**{**fixed, **changes})
+        return Counterfactual(settings, SLO, AuditLog(tmp_path / "audit.jsonl"), Shown())
+
+    return make
+
+
+def test_a_worse_proposal_is_seen_to_be_worse(counterfactual):
+    question = Question(GOOD, {**GOOD, "max_batch": 1})
+    answer = counterfactual().simulate(question)
+    assert answer["requests"] == 601
+    present, proposed = answer["present"], answer["proposed"]
+    assert set(FIGURES) <= set(present)
+    assert proposed["e2e_mean_seconds"] > present["e2e_mean_seconds"]
+    assert 0.35 < present["hit_rate"] <= 0.5
+    assert "max_batch=1" in in_words(question, answer)
+
+
+def test_the_same_knobs_give_the_same_figures(counterfactual):
+    answer = counterfactual().simulate(Question(GOOD, GOOD))
+    assert answer["present"] == answer["proposed"]
+
+
+def test_a_failure_says_what_the_worker_said(counterfactual):
+    broken = counterfactual(profile="no-such-profile")
+    with pytest.raises(CounterfactualError, match="no-such-profile"):
+        broken.simulate(Question(GOOD, GOOD))
+    with pytest.raises(CounterfactualError, match="no answer within"):
+        counterfactual(timeout_seconds=0.001).simulate(Question(GOOD, GOOD))
+
+
+def test_a_missing_trace_is_said_at_start(tmp_path):
+    settings = CounterfactualSettings(trace=tmp_path / "none.jsonl")
+    with pytest.raises(ConfigError, match="--record"):
+        Counterfactual(settings, SLO, AuditLog(tmp_path / "audit.jsonl"), Shown())
