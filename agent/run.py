@@ -25,6 +25,7 @@ from kvpilot.agent.controller import Controller
 from kvpilot.agent.counterfactual import Counterfactual
 from kvpilot.agent.guard import Memory
 from kvpilot.agent.guard.limits import limits_as_dict
+from kvpilot.agent.tracing import DecisionTracer
 from kvpilot.engine.errors import KVPilotError
 from kvpilot.exporter.source import Source
 from kvpilot.k8s.control_document import ControlDocument
@@ -65,6 +66,7 @@ class Sidecar:
         self._is_start = True
         self._unannounced = ""  # why the audit log lacks the line of the present setup
         self.counterfactual = Counterfactual.from_settings(settings, self.audit, self.metrics)
+        self._tracer = DecisionTracer()
         self.controller = Controller(
             engine=target,
             policy=self.loaded.policy,
@@ -79,11 +81,13 @@ class Sidecar:
             fallback=load("threshold").policy if settings.outside == "threshold" else None,
             how_to_restart=target.how_to_restart,
             listener=self._listen,
+            span=self._tracer.decision_span,
         )
         self._announce()
 
     def run(self, stop: threading.Event) -> None:
         with ExitStack() as stack:
+            stack.callback(self._tracer.close)
             if isinstance(self.document, ControlSource):
                 self.document.start()
                 stack.callback(self.document.close)
