@@ -140,6 +140,10 @@ def serve(
         Path, Option(help="Holds the admin token; created if missing.")
     ] = DEFAULT_TOKEN_FILE,
     dtype: Annotated[str, Option(help="Compute type: auto, bf16 or fp32.")] = "auto",
+    device: Annotated[str, Option(help="cpu, or cuda: an NVIDIA GPU, with triton installed.")] = "cpu",
+    load_format: Annotated[
+        str, Option(help="auto, or dummy: random weights in the model's shape, for benchmarks.")
+    ] = "auto",
     threads: Annotated[int | None, Option(min=1, help="CPU threads. [default: all cores]")] = None,
     record: Annotated[
         Path | None,
@@ -220,6 +224,8 @@ def serve(
         admin_port=admin_port,
         admin_token_file=admin_token_file.expanduser(),
         dtype=dtype,
+        device=device,
+        load_format=load_format,
         threads=threads,
         record=record,
         engine=engine,

@@ -2,6 +2,8 @@
 
 import logging
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +15,8 @@ from kvpilot.engine.config import EngineConfig
 from kvpilot.engine.errors import ConfigError
 from kvpilot.engine.factory import build_engine
 from kvpilot.engine.kernels import IMPLEMENTATION
-from kvpilot.engine.model.load import load_model
+from kvpilot.engine.model.device import DEVICES
+from kvpilot.engine.model.load import LOAD_FORMATS, load_model
 from kvpilot.engine.server.run import ServerConfig, bind, serve
 from kvpilot.engine.server.token import resolve_token
 from kvpilot.exporter.collector import EngineCollector, metrics_source
@@ -31,6 +34,8 @@ class ServeConfig:
     port: int = 8000
     admin_port: int = 8001
     dtype: str = "auto"  # of the computation
+    device: str = "cpu"
+    load_format: str = "auto"  # "dummy": random weights in the model's shape
     threads: int | None = None  # None: what torch finds
     record: Path | None = None  # a trace of the requests is appended here
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -38,6 +43,13 @@ class ServeConfig:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.dtype!r} is invalid: expected one of {', '.join(DTYPES)}")
+        if self.device not in DEVICES:
+            raise ConfigError(f"device={self.device!r} is invalid: expected one of {', '.join(DEVICES)}")
+        if self.load_format not in LOAD_FORMATS:
+            expected = ", ".join(LOAD_FORMATS)
+            raise ConfigError(f"load_format={self.load_format!r} is invalid: expected one of {expected}")
+        if self.device == "cuda" and self.dtype == "fp32":
+            raise ConfigError("dtype='fp32' is invalid with device='cuda': expected bf16 or auto")
         cores = os.cpu_count() or 1
         if self.threads is not None and not 1 <= self.threads <= cores:
             raise ConfigError(
@@ -62,8 +74,17 @@ def run_server(config: ServeConfig) -> int:
         log.info("the admin token is in %s", config.admin_token_file)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    loaded = load_model(config.model, DTYPES[config.dtype])
-    engine = build_engine(loaded.llama, config.engine, model_name=config.model_name)
+    loaded = load_model(
+        config.model,
+        DTYPES[config.dtype],
+        device=config.device,
+        load_format=config.load_format,
+        progress=_log_every("weights"),
+    )
+    engine = build_engine(
+        loaded.llama, config.engine, model_name=config.model_name, progress=_log_every("CUDA graphs")
+    )
+    kernels = IMPLEMENTATION if config.device == "cpu" else f"triton {version('triton')}"
     registry = CollectorRegistry()
     info = {
         "version": version("kvpilot"),
@@ -72,9 +93,9 @@ def run_server(config: ServeConfig) -> int:
         "ladder": ",".join(config.engine.ladder),
         "page_size": str(config.engine.page_size),
         "eviction": config.engine.eviction,
-        "kernels": IMPLEMENTATION,
+        "kernels": kernels,
     }
-    log.info("%s, %s, kernels: %s", config.model_name, info["dtype"], IMPLEMENTATION)
+    log.info("%s, %s, kernels: %s", config.model_name, info["dtype"], kernels)
     EngineCollector(engine.snapshot, model_name=config.model_name, info=info, registry=registry)
     server = ServerConfig(
         model_name=config.model_name,
@@ -85,3 +106,16 @@ def run_server(config: ServeConfig) -> int:
         record=config.record,
     )
     return serve(engine, loaded.tokenizer, metrics_source(registry), server)
+
+
+def _log_every(what: str, seconds: float = 5.0) -> Callable[[int, int], None]:
+    """Progress for a log: a line now and then, and none if it was quick."""
+    last = time.monotonic()
+
+    def log_progress(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= seconds:
+            last = time.monotonic()
+            log.info("%s: %d of %d", what, done, total)
+
+    return log_progress

@@ -38,9 +38,7 @@ def make_engine(model: Llama, num_slots: int) -> Engine:
         max_waiting=512,
         knobs=Knobs(max_batch=64),
     )
-    engine = build_engine(model, config)
-    engine._runner.warm_up()  # pyright: ignore[reportAttributeAccessIssue]
-    return engine
+    return build_engine(model, config)
 
 
 def step(engine: Engine) -> float:

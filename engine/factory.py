@@ -1,5 +1,7 @@
 """Puts an engine together: model, page storage, attention, runner, scheduler."""
 
+from collections.abc import Callable
+
 import torch
 
 from kvpilot.engine.attention import PagedAttention, rope_tables
@@ -14,16 +16,25 @@ from kvpilot.engine.model.llama import Llama
 from kvpilot.engine.runners.base import Runner
 from kvpilot.engine.runners.torch_runner import TorchRunner
 
+Progress = Callable[[int, int], None]
 MAX_SPARES = 32  # sequences that may begin a page in a step that runs ahead of its schedule
 
 
+def _ignore(done: int, total: int) -> None: ...
+
+
 def build_engine(
-    model: Llama, config: EngineConfig, *, model_name: str = "", engine_class: type[Engine] = Engine
+    model: Llama,
+    config: EngineConfig,
+    *,
+    model_name: str = "",
+    engine_class: type[Engine] = Engine,
+    progress: Progress = _ignore,
 ) -> Engine:
     """An engine on the model's device. Raises ConfigError if the envelope does not fit the model or the device.
 
-    `model_name` looks up the measured quality loss of each codec; for an unknown model it is absent. On a GPU the
-    runner captures its graphs when it first needs them: `CudaRunner.warm_up` does it at once.
+    `model_name` looks up the measured quality loss of each codec; for an unknown model it is absent. On a GPU
+    all CUDA graphs are captured here, which takes a while: `progress(done, total)`.
     """
     shape = PageShape(
         num_layers=model.config.num_layers,
@@ -31,7 +42,8 @@ def build_engine(
         head_dim=model.config.head_dim,
         page_size=config.page_size,
     )
-    runner, storage = (_on_gpu if model.device.type == "cuda" else _on_cpu)(model, config, shape)
+    on_gpu = model.device.type == "cuda"
+    runner, storage = _on_gpu(model, config, shape, progress) if on_gpu else _on_cpu(model, config, shape)
     return engine_class(
         config,
         shape,
@@ -49,7 +61,9 @@ def _on_cpu(model: Llama, config: EngineConfig, shape: PageShape) -> tuple[Runne
     return TorchRunner(model, attention, model.device), storage
 
 
-def _on_gpu(model: Llama, config: EngineConfig, shape: PageShape) -> tuple[Runner, PageStorage]:
+def _on_gpu(
+    model: Llama, config: EngineConfig, shape: PageShape, progress: Progress
+) -> tuple[Runner, PageStorage]:
     try:
         from kvpilot.engine.kv.cuda_storage import CudaStorage
         from kvpilot.engine.runners.cuda_runner import CudaRunner
@@ -69,4 +83,6 @@ def _on_gpu(model: Llama, config: EngineConfig, shape: PageShape) -> tuple[Runne
     )
     fits = config.pool_bytes // payload_bytes(config.ladder[0], shape) * config.page_size
     max_tokens = min(config.max_model_len or fits, fits, model.config.max_position)
-    return CudaRunner(model, storage, max_sequences=config.max_batch_ceiling, max_tokens=max_tokens), storage
+    runner = CudaRunner(model, storage, max_sequences=config.max_batch_ceiling, max_tokens=max_tokens)
+    runner.warm_up(progress)
+    return runner, storage

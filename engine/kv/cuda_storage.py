@@ -9,11 +9,12 @@ from kvpilot.engine.errors import ConfigError
 from kvpilot.engine.kernels.gpu.convert import convert_pages, copy_first_tokens, move_cells
 from kvpilot.engine.kernels.gpu.layout import check_supported
 from kvpilot.engine.kernels.gpu.upload import upload
-from kvpilot.engine.kv.formats import PageShape, payload_bytes
-from kvpilot.engine.kv.storage import Conversion, Move
+from kvpilot.engine.kv.formats import PageShape, payload_bytes, scale_bytes
+from kvpilot.engine.kv.storage import Cell, Conversion, Move
 
 Levels = tuple[int, int]  # of a conversion: from, to
 MOVES: Levels = (-1, -1)
+Range = tuple[int, int]  # byte offset, number of bytes; within one slot
 
 
 class CudaStorage:
@@ -55,8 +56,7 @@ class CudaStorage:
         first = -(-pool_bytes // self._slot_bytes) * self._slot_bytes
         self.spares = [first + i * self._slot_bytes for i in range(num_spares)]
         self._jobs: dict[Levels, list[tuple[int, ...]]] = {}  # noted, and independent of each other
-        self._read: set[int] = set()  # slots that they read
-        self._written: set[int] = set()
+        self._read, self._written = _Ranges(self._slot_bytes), _Ranges(self._slot_bytes)
         self._left: list[int] = []
 
     @property
@@ -67,11 +67,13 @@ class CudaStorage:
 
     def convert(self, conversions: list[Conversion]) -> None:
         for source, from_level, target, to_level in conversions:
-            self._note((from_level, to_level), source, target, (*source, *target))
+            sources, targets = self._cells(source, from_level), self._cells(target, to_level)
+            self._note((from_level, to_level), sources, targets, (*source, *target))
 
     def move(self, moves: list[Move]) -> None:
         for move in moves:
-            self._note(MOVES, (move.source,), (move.target,), move)
+            sources, targets = [(move.source, move.num_bytes)], [(move.target, move.num_bytes)]
+            self._note(MOVES, sources, targets, move)
 
     def warm_up(self) -> None:
         """Compiles what a step may launch, on memory of its own."""
@@ -101,19 +103,42 @@ class CudaStorage:
             else:
                 source, target = (self.ladder[level] for level in levels)
                 convert_pages(self._pool, self.shape, source, target, jobs_N)
-        self._jobs, self._read, self._written = {}, set(), set()
+        self._jobs = {}
+        self._read.clear()
+        self._written.clear()
 
-    def _note(
-        self, levels: Levels, source: tuple[int, ...], target: tuple[int, ...], job: tuple[int, ...]
-    ) -> None:
-        """Jobs that are noted together may run in any order: one that meets the slots of another comes after it."""
-        sources, targets = self._slots(source), self._slots(target)
-        if targets & (self._read | sources) or sources & self._written:
+    def _note(self, levels: Levels, sources: list[Range], targets: list[Range], job: tuple[int, ...]) -> None:
+        """Jobs that are noted together may run in any order: one that meets the bytes of another comes after it."""
+        clashes = any(self._read.meets(r) or self._written.meets(r) for r in targets)
+        if clashes or any(map(self._written.meets, sources)):
             self.flush()
         self._jobs.setdefault(levels, []).append(job)
-        self._read |= sources
-        self._written |= targets
-        self._left += [address for address in source if address >= 0]
+        self._read.add(sources)
+        self._written.add(targets)
+        self._left += [address for address, _ in sources]
 
-    def _slots(self, cell: tuple[int, ...]) -> set[int]:
-        return {offset // self._slot_bytes for offset in cell if offset >= 0}
+    def _cells(self, cell: Cell, level: int) -> list[Range]:
+        ranges = [(cell.payload, payload_bytes(self.ladder[level], self.shape))]
+        if cell.scales >= 0:
+            ranges.append((cell.scales, scale_bytes(self.ladder[level], self.shape)))
+        return ranges
+
+
+class _Ranges:
+    """Byte ranges, by the slot that each of them lies in."""
+
+    def __init__(self, slot_bytes: int) -> None:
+        self._slot_bytes = slot_bytes
+        self._by_slot: dict[int, list[Range]] = {}
+
+    def add(self, ranges: list[Range]) -> None:
+        for entry in ranges:
+            self._by_slot.setdefault(entry[0] // self._slot_bytes, []).append(entry)
+
+    def meets(self, entry: Range) -> bool:
+        begin, size = entry
+        others = self._by_slot.get(begin // self._slot_bytes, ())
+        return any(begin < other + length and other < begin + size for other, length in others)
+
+    def clear(self) -> None:
+        self._by_slot.clear()

