@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -78,6 +79,8 @@ class Controller:
         how_to_restart: Callable[[str, float], str] | None = None,
         on_decision: Callable[[Decision], None] | None = None,
         listener: Listener | None = None,
+        span: Callable[[], AbstractContextManager[Callable[[Decision], None]]]
+        | None = None,  # round each tick
         clock: Callable[[], float] = time.monotonic,
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -92,6 +95,7 @@ class Controller:
         )
         self.control = control or (lambda: fixed)
         self.on_decision, self.listener = on_decision, listener
+        self.span = span or (lambda: nullcontext(lambda decision: None))
         self.how_to_restart = how_to_restart or (lambda knob, value: "see the engine's documentation")
         self.memory = Memory()
         self._mode = mode
@@ -125,7 +129,8 @@ class Controller:
         while not stop.is_set():
             started = time.monotonic()
             try:
-                self.tick()
+                with self.span() as describe:
+                    describe(self.tick())
             except Exception:
                 log.exception("held: this tick failed")
             interval = interval_seconds() if callable(interval_seconds) else interval_seconds

@@ -1,12 +1,14 @@
-"""Real Prometheus servers for the tests that need one (`.ci/install-prometheus`)."""
+"""Real servers for the tests that need one: Prometheus (`.ci/install-prometheus`) and an OTLP receiver."""
 
 import os
 import shutil
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +127,51 @@ def _ready(server: Prometheus) -> bool:
         return httpx.get(f"{server.url}/-/ready", trust_env=False).status_code == 200
     except httpx.HTTPError:
         return False
+
+
+class Collector:
+    """A real OTLP/HTTP receiver in this process; `spans` and `services` grow with what it is sent."""
+
+    def __init__(self, service: Any) -> None:
+        self.spans: list[Any] = []
+        self.services: set[str] = set()
+        collector = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                request = service.ExportTraceServiceRequest()
+                request.ParseFromString(self.rfile.read(int(self.headers["Content-Length"])))
+                for part in request.resource_spans:
+                    about = {a.key: a.value.string_value for a in part.resource.attributes}
+                    collector.services.add(about["service.name"])
+                    collector.spans += [span for scope in part.scope_spans for span in scope.spans]
+                self.send_response(200 if self.path == "/v1/traces" else 404)
+                self.end_headers()
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+
+@pytest.fixture(scope="module")
+def start_collector() -> Iterator[Callable[[], Collector]]:
+    """Skips without the extra `otel`."""
+    service = pytest.importorskip(
+        "opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason="needs kvpilot[otel]"
+    )
+    started: list[Collector] = []
+
+    def start() -> Collector:
+        started.append(Collector(service))
+        threading.Thread(target=started[-1].server.serve_forever, daemon=True).start()
+        return started[-1]
+
+    yield start
+    for collector in started:
+        collector.server.shutdown()
+        collector.server.server_close()
 
 
 @pytest.fixture(name="wait_until", scope="session")

@@ -1,18 +1,13 @@
-"""Spans of decisions, through the SDK and over a real OTLP/HTTP connection."""
+"""Spans of decisions, as a collector receives them."""
 
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from kvpilot.agent.control_nouns import Decision, Outcome
 from kvpilot.agent.guard import Reason, Refusal
 from kvpilot.agent.tracing import DecisionTracer
-
-service = pytest.importorskip(
-    "opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason="needs kvpilot[otel]"
-)
 
 APPLIED = Decision(
     time=1.0,
@@ -27,29 +22,10 @@ APPLIED = Decision(
 
 
 @pytest.fixture
-def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list]:
-    received: list = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            request = service.ExportTraceServiceRequest()
-            request.ParseFromString(self.rfile.read(int(self.headers["Content-Length"])))
-            received.extend(
-                s for part in request.resource_spans for scope in part.scope_spans for s in scope.spans
-            )
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv(
-            "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"http://127.0.0.1:{server.server_port}/v1/traces"
-        )
-        yield received
-        server.shutdown()
+def spans(start_collector: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    collector = start_collector()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"{collector.url}/v1/traces")
+    return collector.spans
 
 
 def traced(*decisions: Decision) -> None:

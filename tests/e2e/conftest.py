@@ -88,6 +88,7 @@ class World:
         self.windows: list[StatsWindow] = []  # asked of Prometheus
         self.scrapes: list[StatsSnapshot] = []  # made directly at the same time
         self.resident_bytes = 0
+        self.spans: list[Any] = []  # of engine and sidecar, over OTLP
 
     def admin(self, method: str, **options: Any) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {self.engine.token}"}
@@ -216,6 +217,22 @@ def world(
     wait_until: Callable[..., Any],
     free_port: Callable[[], int],
     boards: dict[str, dict[str, Any]],
+    start_collector: Callable[[], Any],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[World]:
+    collector = start_collector()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)  # of the processes started below
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "500")
+        yield from _run(start_prometheus, wait_until, free_port, boards, collector.spans, tmp_path_factory)
+
+
+def _run(
+    start_prometheus: Callable[..., Any],
+    wait_until: Callable[..., Any],
+    free_port: Callable[[], int],
+    boards: dict[str, dict[str, Any]],
+    spans: list[Any],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[World]:
     directory = tmp_path_factory.mktemp("e2e")
@@ -233,6 +250,7 @@ def world(
         )
         with sidecar(engine, prometheus.url, listen, directory) as process:
             world = World(engine, prometheus, process, f"http://{listen}", directory)
+            world.spans = spans
             _play(world, boards, wait_until)
             yield world
 

@@ -3,11 +3,8 @@
 import builtins
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,39 +13,15 @@ import pytest
 from kvpilot.engine.errors import ConfigError
 from kvpilot.engine.server.tracing import open_provider
 
-service = pytest.importorskip(
-    "opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason="needs kvpilot[otel]"
-)
-
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 @pytest.fixture
-def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """`spans` grows with what is sent to the endpoint that the environment names."""
-    received = SimpleNamespace(spans=[], services=set())
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            request = service.ExportTraceServiceRequest()
-            request.ParseFromString(self.rfile.read(int(self.headers["Content-Length"])))
-            assert self.path == "/v1/traces"
-            for part in request.resource_spans:
-                received.services |= {
-                    a.value.string_value for a in part.resource.attributes if a.key == "service.name"
-                }
-                received.spans += [span for scope in part.scope_spans for span in scope.spans]
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        yield received
-        server.shutdown()
+def collector(start_collector: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Receives what is sent to the endpoint that the environment names."""
+    collector = start_collector()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+    return collector
 
 
 def attributes(span) -> dict[str, Any]:
