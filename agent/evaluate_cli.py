@@ -82,16 +82,11 @@ def evaluate(
     )
     workloads = traffic.workloads(split)
     found.check_workloads({name: workload_hash(one) for name, one in workloads.items()}, str(tuned))
-    look = QUICK_SECONDS / 2 if quick else oracle_every
+    looks = (QUICK_SECONDS / 2, QUICK_SECONDS / 2) if quick else (oracle_seconds, oracle_every)
     config = EvaluateConfig(
         workloads=workloads,
         label=traffic.label,
-        policies=choose_policies(
-            found,
-            given,
-            with_peers=peers,
-            oracle=(max(oracle_seconds, look) if not quick else look, look) if oracle else None,
-        ),
+        policies=choose_policies(found, given, with_peers=peers, oracle=looks if oracle else None),
         tuned=tuned,
         out=out,
         cache=cache or out.with_suffix(".runs"),

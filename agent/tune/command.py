@@ -12,8 +12,9 @@ from kvpilot.agent.evaluation.workers import StoppedError
 from kvpilot.agent.progress import progress_bar
 from kvpilot.agent.tune.charts import write_page
 from kvpilot.agent.tune.config import TuneConfig
+from kvpilot.agent.tune.known import Tuning
 from kvpilot.agent.tune.result import TunedResult
-from kvpilot.agent.tune.tuning import Tuner, Tuning, make_workers
+from kvpilot.agent.tune.tuning import Tuner, make_workers
 from kvpilot.env.replay.interrupt import interruptible
 from kvpilot.env.replay.report import format_seconds
 

@@ -9,9 +9,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpilot.agent.tune.result import Setting
+from kvpilot.env.tuning.rollout import EpisodeResult
 
+SEGMENT_WINDOWS = 30  # a phase is cut into pieces of so many windows at most
 ROUNDING = 1e-9  # a gain that is none
 Rewards = NDArray[np.float64]  # [S settings, G segments]
+
+
+def segments(results: Sequence[Sequence[EpisodeResult]]) -> tuple[Rewards, list[str], list[str]]:
+    """Mean rewards [S, G] of S policies in G stretches of their episodes, and each stretch's family and regime.
+
+    A stretch is a phase of an episode, cut where it is longer than SEGMENT_WINDOWS.
+    """
+    columns, families, regimes = [], [], []
+    for same_episode in zip(*results, strict=True):
+        phases = same_episode[0].windows["phase"]
+        rewards = np.array([[parts["total"] for parts in r.windows["reward"]] for r in same_episode])
+        family = same_episode[0].episode["family"]
+        start = 0
+        for stop in range(1, len(phases) + 1):
+            is_end = stop == len(phases) or phases[stop] != phases[start] or stop - start == SEGMENT_WINDOWS
+            if is_end:
+                columns.append(rewards[:, start:stop].mean(axis=1))
+                families.append(family)
+                regimes.append(f"{family}/{phases[start]}")
+                start = stop
+    return np.array(columns).T, families, regimes
 
 
 def select(

@@ -1,11 +1,12 @@
 """Where Optuna looks for knobs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvpilot.engine.config import KnobBounds
-from kvpilot.engine.errors import ConfigError
+from kvpilot.engine.config import KnobBounds, knob_bounds
+from kvpilot.engine.errors import ConfigError, KVPilotError
+from kvpilot.env.tuning.episode import Episode
 
 if TYPE_CHECKING:
     import optuna
@@ -39,3 +40,15 @@ class SearchSpace:
                 "kv_level", int(bounds["kv_level"].low), int(bounds["kv_level"].high)
             ),
         }
+
+
+def common_bounds(episodes: Sequence[Episode]) -> dict[str, KnobBounds]:
+    """Raises KVPilotError unless one setting can be tried on all of them."""
+    bounds = {episode.family: knob_bounds(episode.engine_config()) for episode in episodes}
+    first = next(iter(bounds.values()))
+    other = [family for family, limits in bounds.items() if limits != first]
+    if other:
+        raise KVPilotError(
+            f"workload {other[0]} has other bounds of its knobs: tune it apart from the others"
+        )
+    return first

@@ -93,6 +93,14 @@ def test_specs_are_made_from_words(tmp_path):
         parse_spec("magic")
 
 
+def test_what_was_tuned_is_a_policy_by_file(tuned, tmp_path):
+    path = tmp_path / "tuned.json"
+    tuned.write(path)
+    rule = parse_spec(f"hysteresis:{path}").make()
+    assert (rule.name, rule.config) == ("hysteresis", tuned.hysteresis)
+    assert parse_spec(f"static:{path}").make().wanted == tuned.static_best.knobs
+
+
 def test_a_workload_is_the_same_whatever_split_is_drawn_from(workload):
     assert workload_hash(workload) == workload_hash(workload.with_(split="test"))
     assert workload_hash(workload) != workload_hash(workload.with_(pool_bytes=workload.pool_bytes * 2))

@@ -6,8 +6,9 @@ from kvpilot.agent.policies.spec import static_spec
 from kvpilot.agent.tune.charts import make_charts, render
 from kvpilot.agent.tune.command import portfolio_sheet, rule_in_words, run_tune, scores_sheet
 from kvpilot.agent.tune.config import Effort, TuneConfig
+from kvpilot.agent.tune.portfolio import segments
 from kvpilot.agent.tune.result import read_tuned
-from kvpilot.agent.tune.tuning import Tuner, make_workers, segments
+from kvpilot.agent.tune.tuning import Tuner, make_workers
 from kvpilot.engine.errors import KVPilotError
 
 EFFORT = Effort(trials=8, regime_trials=2, rule_trials=4, episodes=1, short_seconds=20.0, batch=4)
