@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpilot.k8s.control_document import (
@@ -49,11 +49,13 @@ documents = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(documents)
 def test_what_is_written_is_read(document):
     assert parse_control_document(document.to_yaml()) == document
 
 
+@settings(deadline=None)
 @given(documents, st.integers(1, 2**53))
 def test_the_digest_follows_the_content_but_not_the_revision(document, revision):
     assert replace(document, revision=revision).digest == document.digest

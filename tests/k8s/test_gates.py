@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpilot.engine.errors import ConfigError
@@ -121,6 +121,7 @@ def test_a_gate_that_cannot_be_is_refused(fields, said):
 latencies = st.lists(st.tuples(st.floats(0.001, 5000), st.integers(1, 400)), max_size=6)
 
 
+@settings(deadline=None)
 @given(latencies, latencies)
 def test_whatever_was_measured_a_pass_rests_on_enough_of_it_and_within_the_limit(canary, baseline):
     (result,) = evaluate([P99], [window(canary)], [window(baseline)])
@@ -130,6 +131,7 @@ def test_whatever_was_measured_a_pass_rests_on_enough_of_it_and_within_the_limit
         assert result.canary <= result.baseline * 1.1
 
 
+@settings(deadline=None)
 @given(latencies)
 def test_a_canary_equal_to_its_baseline_never_fails(both):
     assert overall(evaluate(DEFAULT_GATES, [window(both)], [window(both)])) is not Outcome.FAILED
