@@ -65,6 +65,7 @@ def study(workload: Workload, seeds: range) -> dict:
         episode.reference()
     figures: dict[str, dict] = {}
     cpu_seconds = num_windows = 0.0
+    regimes: dict[str, list[float]] = {}
     print(f"\n{workload.name}: {len(episodes)} episodes of the {workload.split} split")
     for name, values in SETTINGS.items():
         begin = time.process_time()

@@ -32,7 +32,9 @@ class TuningEnv(gym.Env[Vector, Any]):
         self.decide_every = decide_every
         self.observation_space = spaces.Box(0.0, 1.0, (len(FEATURES),), np.float32)
         sizes = self.actions.sizes
-        self.action_space = spaces.Discrete(sizes[0]) if len(sizes) == 1 else spaces.MultiDiscrete(sizes)
+        self.action_space = (
+            spaces.Discrete(sizes[0]) if len(sizes) == 1 else spaces.MultiDiscrete(list(sizes))
+        )
         self._run: EpisodeRun | None = None
 
     @property
@@ -185,8 +187,8 @@ class StackObservations(gym.Wrapper[Vector, Any, Vector, Any]):
         return self.stack.push(observation), info
 
     def step(self, action: Any) -> tuple[Vector, Any, bool, bool, dict[str, Any]]:
-        observation, *rest = self.env.step(action)
-        return self.stack.push(observation), *rest
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        return self.stack.push(observation), reward, terminated, truncated, info
 
 
 class NormalizeObservations(gym.ObservationWrapper[Vector, Any, Vector]):
@@ -209,5 +211,5 @@ class NormalizeObservations(gym.ObservationWrapper[Vector, Any, Vector]):
         return self.normalizer(observation)
 
 
-gym.register(id="KVCacheTuning-v0", entry_point=KVCacheTuningEnv)
-gym.register(id="LiveKVCacheTuning-v0", entry_point=LiveKVCacheTuningEnv)
+gym.register(id="KVCacheTuning-v0", entry_point=f"{__name__}:KVCacheTuningEnv")
+gym.register(id="LiveKVCacheTuning-v0", entry_point=f"{__name__}:LiveKVCacheTuningEnv")

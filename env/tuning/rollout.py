@@ -87,8 +87,9 @@ def run_episode(
         left = min(decide_every, num_windows - len(records))
         observation, new = run.step(proposal.knobs, int(left))
         records += new
-        for record in new if on_window is not None else ():
-            on_window(record)
+        if on_window is not None:
+            for record in new:
+                on_window(record)
     assert isinstance(run.session, SimulatedSession)
     return EpisodeResult(
         policy=policy.name,

@@ -1,6 +1,7 @@
 """An episode under control, window by window: what environment, rollout and look-ahead share."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvpilot.engine.stats import StatsWindow
@@ -11,7 +12,8 @@ from kvpilot.env.tuning.reward import ObjectiveReward, Reward, RewardParts
 from kvpilot.env.tuning.session import Session
 
 
-class WindowRecord(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class WindowRecord:
     """One window under control. `knobs` are the requested values in it, `changes` how many changed as it began."""
 
     index: int
@@ -76,4 +78,11 @@ class EpisodeRun:
         reference = self.reference.at(self.num_windows) if self.reference else None
         parts = self.reward.update(window, observation, reference, changes)
         self.num_windows += 1
-        return WindowRecord(self.num_windows - 1, window, observation, parts, knobs, changes)
+        return WindowRecord(
+            index=self.num_windows - 1,
+            window=window,
+            observation=observation,
+            reward=parts,
+            knobs=knobs,
+            changes=changes,
+        )

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpilot.engine.config import EngineConfig, Knobs, knob_bounds, validate_knobs
@@ -33,6 +33,7 @@ knobs = st.builds(
 
 
 @pytest.mark.parametrize("kind", SETS)
+@settings(deadline=None)
 @given(knobs=knobs, data=st.data())
 def test_actions_propose_valid_changes_only(kind, knobs, data):
     actions = SETS[kind]

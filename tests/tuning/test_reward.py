@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpilot.engine.errors import ConfigError
@@ -59,6 +59,7 @@ def test_the_strict_quality_weight_prices_a_loss_of_5_percent_at_point_3():
     assert relative_loss(7e-5) < 0.002
 
 
+@settings(deadline=None)
 @given(st.floats(0.001, 1e4), st.floats(0.001, 1e4))
 def test_savings_are_bounded_and_antisymmetric(seconds, reference):
     savings = latency_savings(seconds, reference)

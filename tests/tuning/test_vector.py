@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpilot.engine.config import EngineConfig, Knobs, knob_bounds
@@ -32,6 +32,7 @@ def test_the_form_is_pinned():
     assert len(set(FEATURES)) == len(FEATURES)
 
 
+@settings(deadline=None)
 @given(
     values=st.dictionaries(st.sampled_from(NUMBERS), st.none() | st.floats(), max_size=30),
     levels=st.dictionaries(st.sampled_from(["bf16", "int8", "int4", "fp8"]), st.floats(0, 2)),
