@@ -28,7 +28,7 @@ EXACT_STAGES, MIXED_EXACT_STAGES, BYTE_STAGES, INT4_STAGES = 5, 3, 3, 5
 MERGE_BLOCK = 32
 LOG2_E = 1.4426950408889634
 SPAN_COLUMNS = 8
-PAGE_COST = np.array((4, 2, 1))  # of an exact, an 8-bit and an int4 page, relative to each other
+PAGE_COST = np.array((4, 2, 1))  # of an exact, an 8-bit and an int4 page; see `_pages_before`
 
 
 class Scratch(NamedTuple):

@@ -181,10 +181,11 @@ def _int4_pages(
 
 
 @triton.jit
-def _part(begin, end, split, num_splits):
-    """This split's share of the rows begin .. end."""
-    count = end - begin
-    return begin + count * split // num_splits, begin + count * (split + 1) // num_splits
+def _pages_before(cost, num_exact, num_byte):
+    """How many exact, 8-bit and int4 pages come before this point, if an exact one costs 4, an 8-bit one 2."""
+    after_exact = tl.maximum(cost - 4 * num_exact, 0)
+    after_byte = tl.maximum(after_exact - 2 * num_byte, 0)
+    return tl.minimum(cost // 4, num_exact), tl.minimum(after_exact // 2, num_byte), after_byte
 
 
 @triton.jit(do_not_specialize=["layer", "q_scale"])
@@ -218,46 +219,53 @@ def decode_kernel(
     split = item - tl.load(span + 5)
     num_splits = tl.load(span + 6)
 
+    # Equal shares of the cost, level after level: most items read one level only
+    num_exact, num_byte = exact_end - first, byte_end - exact_end
+    cost = 4 * num_exact + 2 * num_byte + (int4_end - byte_end)
+    begin = _pages_before(cost * split // num_splits, num_exact, num_byte)
+    end = _pages_before(cost * (split + 1) // num_splits, num_exact, num_byte)
+
     HEAD_VALUES: tl.constexpr = PAGE * HEAD_DIM
     block = layer * (2 * NUM_KV_HEADS) + head
     scale_block = layer * NUM_KV_HEADS + head
     m = tl.full([8], -1e30, tl.float32)
     acc = tl.zeros([HEAD_DIM, 8], tl.float32)
     total_8 = tl.zeros([8], tl.float32)
-    if HAS_EXACT:
-        q = _load_q(q_ptr, rows, valid, q_scale, 0, HEAD_DIM, HEAD_DIM).to(tl.bfloat16)
-        total = tl.zeros([PAGE, 8], tl.float32)
-        begin, end = _part(first, exact_end, split, num_splits)
-        m, total, acc = _exact_pages(
-            q, m, total, acc, pool, table, first, begin, end, tl.load(span + 4), block * (2 * HEAD_VALUES),
-            ASM, 2 * NUM_KV_HEADS * HEAD_VALUES, PAGE, HEAD_DIM, EXACT_STAGES,
-        )  # fmt: skip
-        total_8 = tl.sum(total, 0)
-    if BYTE_KIND > 0:
-        q = _load_q(q_ptr, rows, valid, q_scale, 0, HEAD_DIM, HEAD_DIM).to(tl.float16)
-        total = tl.zeros([PAGE, 8], tl.float32)
-        begin, end = _part(exact_end, byte_end, split, num_splits)
-        before = m
-        m, total, acc = _byte_pages(
-            q, m, total, acc, pool, table, begin, end, block * HEAD_VALUES, scale_block * (4 * PAGE),
-            BYTE_KIND == 2, ASM, NUM_KV_HEADS * HEAD_VALUES, PAGE, HEAD_DIM, BYTE_STAGES,
-        )  # fmt: skip
-        total_8 = total_8 * tl.exp2(before - m) + tl.sum(total, 0)
-    if HAS_INT4:
-        HALF: tl.constexpr = HEAD_DIM // 2
-        q_low = _load_q(q_ptr, rows, valid, q_scale, 0, HEAD_DIM, HALF).to(tl.float16)
-        q_high = _load_q(q_ptr, rows, valid, q_scale, HALF, HEAD_DIM, HALF).to(tl.float16)
-        total = tl.zeros([PAGE // 2, 8], tl.float32)
-        shift = tl.zeros([PAGE // 2, 8], tl.float32)
-        begin, end = _part(byte_end, int4_end, split, num_splits)
-        before = m
-        m, total, shift, acc = _int4_pages(
-            q_low, q_high, m, total, shift, acc, pool, table, begin, end,
-            block * (HEAD_VALUES // 2), scale_block * (2 * HEAD_DIM + 4 + 4 * PAGE),
-            ASM, NUM_KV_HEADS * (HEAD_VALUES // 2), PAGE, HEAD_DIM, PAIR, INT4_STAGES,
-        )  # fmt: skip
-        total_8 = total_8 * tl.exp2(before - m) + tl.sum(total, 0)
-        acc += tl.sum(shift, 0)[None, :]
+    if HAS_EXACT:  # noqa: SIM102 - known when it is compiled, the next one is not
+        if begin[0] < end[0]:
+            q = _load_q(q_ptr, rows, valid, q_scale, 0, HEAD_DIM, HEAD_DIM).to(tl.bfloat16)
+            total = tl.zeros([PAGE, 8], tl.float32)
+            m, total, acc = _exact_pages(
+                q, m, total, acc, pool, table, first, first + begin[0], first + end[0], tl.load(span + 4),
+                block * (2 * HEAD_VALUES), ASM, 2 * NUM_KV_HEADS * HEAD_VALUES, PAGE, HEAD_DIM, EXACT_STAGES,
+            )  # fmt: skip
+            total_8 = tl.sum(total, 0)
+    if BYTE_KIND > 0:  # noqa: SIM102
+        if begin[1] < end[1]:
+            q = _load_q(q_ptr, rows, valid, q_scale, 0, HEAD_DIM, HEAD_DIM).to(tl.float16)
+            total = tl.zeros([PAGE, 8], tl.float32)
+            before = m
+            m, total, acc = _byte_pages(
+                q, m, total, acc, pool, table, exact_end + begin[1], exact_end + end[1], block * HEAD_VALUES,
+                scale_block * (4 * PAGE), BYTE_KIND == 2, ASM, NUM_KV_HEADS * HEAD_VALUES, PAGE, HEAD_DIM,
+                BYTE_STAGES,
+            )  # fmt: skip
+            total_8 = total_8 * tl.exp2(before - m) + tl.sum(total, 0)
+    if HAS_INT4:  # noqa: SIM102
+        if begin[2] < end[2]:
+            HALF: tl.constexpr = HEAD_DIM // 2
+            q_low = _load_q(q_ptr, rows, valid, q_scale, 0, HEAD_DIM, HALF).to(tl.float16)
+            q_high = _load_q(q_ptr, rows, valid, q_scale, HALF, HEAD_DIM, HALF).to(tl.float16)
+            total = tl.zeros([PAGE // 2, 8], tl.float32)
+            shift = tl.zeros([PAGE // 2, 8], tl.float32)
+            before = m
+            m, total, shift, acc = _int4_pages(
+                q_low, q_high, m, total, shift, acc, pool, table, byte_end + begin[2], byte_end + end[2],
+                block * (HEAD_VALUES // 2), scale_block * (2 * HEAD_DIM + 4 + 4 * PAGE),
+                ASM, NUM_KV_HEADS * (HEAD_VALUES // 2), PAGE, HEAD_DIM, PAIR, INT4_STAGES,
+            )  # fmt: skip
+            total_8 = total_8 * tl.exp2(before - m) + tl.sum(total, 0)
+            acc += tl.sum(shift, 0)[None, :]
 
     dims = tl.arange(0, HEAD_DIM)
     total_8 = tl.maximum(total_8, 1e-30)  # an item may have no page
