@@ -53,6 +53,7 @@ def clone(
     rng = np.random.default_rng(seed)
     training, held_out = _split(data.episodes(), rng)
     loss_of = _Loss(policy, _tensors(data, config), config, sizes)
+    loss_of.start_from_the_mean(_rows(training))
     best_loss, best_epoch, best = math.inf, 0, copy.deepcopy(policy.state_dict())
     optimizer = torch.optim.AdamW(
         policy.parameters(), config.clone.learning_rate, weight_decay=config.clone.weight_decay
@@ -60,7 +61,7 @@ def clone(
     for epoch in range(1, config.clone.epochs + 1):
         for rows in _batches(training, rng, config.ppo.recurrent):
             optimizer.zero_grad()
-            loss_of(rows).backward()
+            (loss_of(rows) + loss_of.of_values(rows)).backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
         with torch.no_grad():
@@ -110,7 +111,7 @@ def report(
 
 
 class _Loss:
-    """Of the action values where they are known, of the rule's choice where it is wanted, of the state's value."""
+    """Of the action values where they are known, and of the rule's choice where it is wanted."""
 
     def __init__(
         self, policy: ActorCriticPolicy, tensors: _Tensors, config: TrainConfig, sizes: Sequence[int]
@@ -121,7 +122,7 @@ class _Loss:
 
     def __call__(self, rows: NDArray[np.int64]) -> torch.Tensor:
         index = torch.from_numpy(rows)
-        logits, values = logits_and_values(self.policy, self.tensors.inputs[index])
+        logits, _ = logits_and_values(self.policy, self.tensors.inputs[index])
         loss = torch.zeros((), requires_grad=True)
         targets = self.tensors.targets[index]
         known = targets.isfinite().all(dim=1)
@@ -132,11 +133,31 @@ class _Loss:
             groups = zip(logits.split(self.sizes, dim=1), self.tensors.rule[index].T, strict=True)
             losses = [functional.cross_entropy(group, choice) for group, choice in groups]
             loss = loss + self.rule_weight * torch.stack(losses).mean()
+        return loss
+
+    def of_values(self, rows: NDArray[np.int64]) -> torch.Tensor:
+        """Of the value head. It has no say in when to stop."""
+        index = torch.from_numpy(rows)
         returns = self.tensors.returns[index]
         known = returns.isfinite()
-        if known.any():
-            loss = loss + self.value_weight * functional.smooth_l1_loss(values[known], returns[known])
-        return loss
+        if not known.any():
+            return torch.zeros(())
+        _, values = logits_and_values(self.policy, self.tensors.inputs[index])
+        return self.value_weight * functional.smooth_l1_loss(values[known], returns[known])
+
+    def start_from_the_mean(self, rows: NDArray[np.int64]) -> None:
+        """Before the first step the network prefers what is best on the whole: a static policy. With as few decisions
+        as look-aheads can label, deviating from it is all that can be learned."""
+        index = torch.from_numpy(rows)
+        targets, returns = self.tensors.targets[index], self.tensors.returns[index]
+        with torch.no_grad():
+            for head, mean in (
+                (self.policy.action_net, targets.nanmean(dim=0)),
+                (self.policy.value_net, returns.nanmean()),
+            ):
+                assert isinstance(head, torch.nn.Linear)
+                if mean.isfinite().all():
+                    head.bias.copy_(mean)
 
 
 def _choices(policy: ActorCriticPolicy, inputs: torch.Tensor) -> NDArray[np.int64]:

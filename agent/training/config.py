@@ -37,7 +37,7 @@ class EnvironmentConfig:
 class DemonstrationConfig:
     """Where the first policy comes from: decisions on training episodes, with what they were worth."""
 
-    teacher: str = _setting("both", "rule (tuned hysteresis), lookahead (clairvoyant) or both")
+    teacher: str = _setting("lookahead", "rule (tuned hysteresis), lookahead (clairvoyant) or both")
     rounds: int = _setting(3, "of labelling; from the second on along the states that the learner visits")
     episodes: int = _setting(24, "labelled per round")
     label_every: int = _setting(3, "decisions from one with a lookahead to the next")

@@ -39,7 +39,7 @@ BAD = {
     "[ppo]\nbatch_size = 100": "divides envs",
     "[ppo]\nrecurrent = 1": "expected a finite bool",
     "[environment]\nactions = 'magic'": "portfolio, absolute, delta",
-    "[environment]\nactions = 'absolute'": "teacher='both' is invalid: expected rule",
+    "[environment]\nactions = 'absolute'": "teacher='lookahead' is invalid: expected rule",
     "[clone]\nhidden = []": "hidden",
     "seeds =": "is not TOML",
 }
