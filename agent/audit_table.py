@@ -86,7 +86,10 @@ def _passes(line: AuditLine, config: AuditConfig) -> bool:
 
 
 def table(lines: list[AuditLine]) -> Table:
-    shown = Table("line", "time", "outcome", "knob", "was wanted", "became", "why")
+    shown = Table()
+    for heading in ("line", "time", "outcome", "knob", "was wanted", "became"):
+        shown.add_column(heading, no_wrap=True)
+    shown.add_column("why", min_width=24)
     for line in lines:
         rows = list(_rows(line.record))
         style = STYLES.get(line.record["outcome"], "")
@@ -119,7 +122,7 @@ def _constraint(entry: dict[str, Any]) -> str:
 
 
 def _clock(record: dict[str, Any]) -> str:
-    return time.strftime("%m-%d %H:%M:%S", time.localtime(record["time"]))
+    return time.strftime("%H:%M:%S", time.localtime(record["time"]))
 
 
 def summary(lines: list[AuditLine]) -> str:

@@ -14,6 +14,8 @@ from kvpilot.engine.errors import ConfigError, KnobInvalidError, KnobStaleError,
 from kvpilot.engine.stats import StatsSnapshot
 from kvpilot.exporter.scrape import ScrapeError, Scraper
 
+IDLE_CONNECTION_SECONDS = 2.0
+
 
 class EngineUnavailableError(KVPilotError):
     """The engine does not answer, or not in a way that can be understood."""
@@ -50,7 +52,9 @@ class EngineClient:
     def __init__(self, *, url: str, admin_url: str, token: str, timeout_seconds: float = 5.0) -> None:
         self._knobs_url = f"{_checked_url(admin_url, 'admin_url')}/admin/knobs"
         self._headers = {"Authorization": f"Bearer {token}"}
-        self._http = httpx.Client(timeout=timeout_seconds, trust_env=False)
+        # Servers close idle connections after some seconds, uvicorn after 5: not just when one is used again.
+        limits = httpx.Limits(keepalive_expiry=IDLE_CONNECTION_SECONDS)
+        self._http = httpx.Client(timeout=timeout_seconds, limits=limits, trust_env=False)
         self._scraper = Scraper(f"{_checked_url(url, 'url')}/metrics", client=self._http)
 
     def close(self) -> None:

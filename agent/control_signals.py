@@ -23,6 +23,7 @@ def signals_of(window: StatsWindow, observation: Observation) -> dict[str, float
         "quality_loss": observation.quality_loss,
         "hit_rate": observation.hit_rate,
         "e2e_mean_seconds": mean(window, "e2e_request_seconds"),
+        "pool_bytes": window.end.values.get(("pool_bytes", ())),
     }
 
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import httpx
 
-from kvpilot.agent.client import EngineClient, KnobState, PatchResult, read_token
+from kvpilot.agent.client import IDLE_CONNECTION_SECONDS, EngineClient, KnobState, PatchResult, read_token
 from kvpilot.agent.config import RunSettings
 from kvpilot.engine.config import KnobBounds
 from kvpilot.engine.errors import ConfigError, KnobInvalidError
@@ -59,7 +59,11 @@ class WatchedTarget:
             )
         self.adapter, self.url = adapter, settings.url.rstrip("/")
         self._started_with = {"ttl_seconds": 0.0, "size_factor": 0.0, **settings.started_with}
-        self._http = httpx.Client(timeout=settings.timeout_seconds, trust_env=False)
+        self._http = httpx.Client(
+            timeout=settings.timeout_seconds,
+            limits=httpx.Limits(keepalive_expiry=IDLE_CONNECTION_SECONDS),
+            trust_env=False,
+        )
         self.discovery = adapter.discover(self.url, client=self._http)
         if not self.discovery.is_mapped:
             raise ConfigError(

@@ -37,6 +37,7 @@ class Figures(Protocol):
 class Question(NamedTuple):
     present: dict[str, float]
     proposed: dict[str, float]  # equal to `present` where the policy wants what is
+    pool_bytes: float | None = None  # None: the profile's
 
 
 class Counterfactual:
@@ -86,7 +87,8 @@ class Counterfactual:
         if inputs is None or decision.outcome in (Outcome.OBSERVED, Outcome.HELD):
             return
         present = dict(inputs.state.requested)
-        self._question = Question(present, {**present, **_clipped(decision.wanted, inputs)})
+        pool_bytes = self._settings.pool_bytes or inputs.signals.get("pool_bytes")
+        self._question = Question(present, {**present, **_clipped(decision.wanted, inputs)}, pool_bytes)
         self._asked.set()
 
     def _work(self) -> None:
@@ -126,7 +128,6 @@ class Counterfactual:
             **question._asdict(),
             "trace": str(settings.trace),
             "profile": settings.profile,
-            "pool_bytes": settings.pool_bytes,
             "window_seconds": settings.window_seconds,
             "slo": self._slo,
         }

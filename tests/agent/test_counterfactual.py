@@ -11,6 +11,7 @@ from kvpilot.agent.counterfactual import FIGURES, Counterfactual, Counterfactual
 from kvpilot.engine.errors import ConfigError
 
 GOOD = {"ttl_seconds": 60.0, "size_factor": 0.3, "max_batch": 16, "kv_level": 1}
+POOL_BYTES = 1 << 30
 SLO = {"ttft_p99_seconds": 2.0}
 
 
@@ -46,7 +47,7 @@ def trace(tmp_path):
 @pytest.fixture
 def counterfactual(trace, tmp_path):
     def make(**changes) -> Counterfactual:
-        fixed = {"trace": trace, "profile": "h200-llama3-8b", "window_seconds": 60.0, "pool_bytes": 1 << 30}
+        fixed = {"trace": trace, "profile": "h200-llama3-8b", "window_seconds": 60.0}
         settings = CounterfactualSettings(**{**fixed, **changes})
         return Counterfactual(settings, SLO, AuditLog(tmp_path / "audit.jsonl"), Shown())
 
@@ -54,7 +55,7 @@ def counterfactual(trace, tmp_path):
 
 
 def test_a_worse_proposal_is_seen_to_be_worse(counterfactual):
-    question = Question(GOOD, {**GOOD, "max_batch": 1})
+    question = Question(GOOD, {**GOOD, "max_batch": 1}, POOL_BYTES)
     answer = counterfactual().simulate(question)
     assert answer["requests"] == 601
     present, proposed = answer["present"], answer["proposed"]
@@ -65,16 +66,16 @@ def test_a_worse_proposal_is_seen_to_be_worse(counterfactual):
 
 
 def test_the_same_knobs_give_the_same_figures(counterfactual):
-    answer = counterfactual().simulate(Question(GOOD, GOOD))
+    answer = counterfactual().simulate(Question(GOOD, GOOD, POOL_BYTES))
     assert answer["present"] == answer["proposed"]
 
 
 def test_a_failure_says_what_the_worker_said(counterfactual):
     broken = counterfactual(profile="no-such-profile")
     with pytest.raises(CounterfactualError, match="no-such-profile"):
-        broken.simulate(Question(GOOD, GOOD))
+        broken.simulate(Question(GOOD, GOOD, POOL_BYTES))
     with pytest.raises(CounterfactualError, match="no answer within"):
-        counterfactual(timeout_seconds=0.001).simulate(Question(GOOD, GOOD))
+        counterfactual(timeout_seconds=0.001).simulate(Question(GOOD, GOOD, POOL_BYTES))
 
 
 def test_a_missing_trace_is_said_at_start(tmp_path):
