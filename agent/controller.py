@@ -98,7 +98,7 @@ class Controller:
         self.span = span or (lambda: nullcontext(lambda decision: None))
         self.how_to_restart = how_to_restart or (lambda knob, value: "see the engine's documentation")
         self.memory = Memory()
-        self._mode = mode
+        self._control: Control | None = None  # at the last tick
         self.refused: Counter[Reason] = Counter()
         self.failures = 0  # ticks in a row without an answer of the engine
         self._deadline_seconds, self._fallback = deadline_seconds, fallback
@@ -139,8 +139,7 @@ class Controller:
 
     def tick(self) -> Decision:
         """Observe, propose, constrain, apply, verify."""
-        control = self.control()
-        self._mode = control.mode
+        control = self._follow_control()
         try:
             state = self.engine.knobs()
         except (EngineUnavailableError, UnauthorizedError) as error:
@@ -168,6 +167,22 @@ class Controller:
         if plan.outcome is Outcome.PENDING:
             return self._apply(decision, inputs, replayable)
         return self._record(decision, inputs, replayable)
+
+    def _follow_control(self) -> Control:
+        """What may be done now; said when it changes, whether or not a decision is due."""
+        before, self._control = self._control, self.control()
+        control = self._control
+        if before is None or (before.mode, before.acts) != (control.mode, control.acts):
+            log.warning(
+                "mode %s: %s", control.mode, "decisions are written" if control.acts else "nothing is written"
+            )
+        for name, was, now in (
+            ("killed", before and before.killed, control.killed),
+            ("on hold", before and before.hold, control.hold),
+        ):
+            if (was or "") != now:
+                log.warning("%s: %s", name if now else f"no longer {name}", now or was)
+        return control
 
     def _observe(self, control: Control, state: KnobState) -> Inputs:
         problems: list[Refusal] = []
@@ -319,7 +334,11 @@ class Controller:
         return self._tell(decision, inputs)
 
     def _audit(self, decision: Decision, kind: str, replayable: dict[str, Any] | None) -> None:
-        identity = {"kind": kind, "policy": self.policy.name, "mode": self._mode.value}
+        identity = {
+            "kind": kind,
+            "policy": self.policy.name,
+            "mode": self._control.mode.value if self._control else "",
+        }
         record = {**identity, **decision.as_dict()}
         if replayable is not None:
             record["replay"] = replayable
