@@ -41,10 +41,8 @@ class ScrapeSource:
     if it is a KVPilotError. Snapshots are kept for twice the longest window asked for, on the engine's clock.
     """
 
-    def __init__(
-        self, scrape: Callable[[], StatsSnapshot], *, close: Callable[[], None] | None = None
-    ) -> None:
-        self._scrape, self._close = scrape, close
+    def __init__(self, scrape: Callable[[], StatsSnapshot]) -> None:
+        self._scrape = scrape
         self._snapshots: deque[StatsSnapshot] = deque()
         self._longest_seconds = 0.0
 
@@ -57,7 +55,9 @@ class ScrapeSource:
             self._snapshots = deque([end])
             return StatsWindow(start=previous, end=end)
         start = nearest(self._snapshots, end.time, seconds, lambda snapshot: snapshot.time)
-        if not self._snapshots or end.time > self._snapshots[-1].time:  # metrics that stand still fill no memory
+        if (
+            not self._snapshots or end.time > self._snapshots[-1].time
+        ):  # metrics that stand still fill no memory
             self._snapshots.append(end)
         while end.time - self._snapshots[0].time > 2 * self._longest_seconds:
             self._snapshots.popleft()
@@ -68,8 +68,7 @@ class ScrapeSource:
         return StatsWindow(start=start, end=end)
 
     def close(self) -> None:
-        if self._close is not None:
-            self._close()
+        """Nothing: whoever made `scrape` closes what it reads from."""
 
     def _newest(self) -> StatsSnapshot:
         try:

@@ -1,5 +1,6 @@
 """Real servers for the tests that need one: Prometheus (`.ci/install-prometheus`) and an OTLP receiver."""
 
+import json
 import os
 import shutil
 import socket
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +174,19 @@ def start_collector() -> Iterator[Callable[[], Collector]]:
     for collector in started:
         collector.server.shutdown()
         collector.server.server_close()
+
+
+@pytest.fixture(scope="session")
+def dashboards_folder() -> Path:
+    """Where dashboards and rules lie."""
+    return Path(str(files("kvpilot.dashboards")))
+
+
+@pytest.fixture(scope="session")
+def boards(dashboards_folder: Path) -> dict[str, dict[str, Any]]:
+    """The checked-in dashboards, by file name."""
+    paths = sorted(dashboards_folder.glob("*.json"))
+    return {path.name: json.loads(path.read_text(encoding="utf-8")) for path in paths}
 
 
 @pytest.fixture(name="wait_until", scope="session")

@@ -35,13 +35,15 @@ def plain(expression: str) -> str:
     return re.sub(r"\$\w+", ".*", chosen)
 
 
-def test_nothing_has_drifted(folder):
+def test_nothing_has_drifted(dashboards_folder):
     """Run `python -m kvpilot.dashboards` and commit what it writes."""
     main = pytest.importorskip("kvpilot.dashboards.__main__", reason="needs the extra `dashboards`")
     written = main.render()
-    assert {path.name for path in (*folder.glob("*.json"), *folder.glob("*.yml"))} == set(written)
+    assert {
+        path.name for path in (*dashboards_folder.glob("*.json"), *dashboards_folder.glob("*.yml"))
+    } == set(written)
     for name, text in written.items():
-        assert (folder / name).read_text(encoding="utf-8") == text, name
+        assert (dashboards_folder / name).read_text(encoding="utf-8") == text, name
 
 
 def test_there_are_three(boards):

@@ -88,6 +88,7 @@ class World:
         self.windows: list[StatsWindow] = []  # asked of Prometheus
         self.scrapes: list[StatsSnapshot] = []  # made directly at the same time
         self.resident_bytes = 0
+        self.strangers_batch = 0  # what someone else set max_batch to
         self.spans: list[Any] = []  # of engine and sidecar, over OTLP
 
     def admin(self, method: str, **options: Any) -> dict[str, Any]:
@@ -203,14 +204,6 @@ class Scrapes:
         self._scraper.close()
 
 
-@pytest.fixture(scope="session")
-def boards() -> dict[str, dict[str, Any]]:
-    from importlib.resources import files
-
-    folder = Path(str(files("kvpilot.dashboards")))
-    return {path.name: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
-
-
 @pytest.fixture(scope="module")
 def world(
     start_prometheus: Callable[..., Any],
@@ -294,7 +287,8 @@ def _play(world: World, boards: dict[str, dict[str, Any]], wait_until: Callable[
         what="the SLO alerts clear",
     )
     say("someone else sets a knob")
-    world.admin("PATCH", json={"knobs": {"max_batch": 5}})
+    world.strangers_batch = 5 if world.admin("GET")["knobs"]["max_batch"] != 5 else 7
+    world.admin("PATCH", json={"knobs": {"max_batch": world.strangers_batch}})
     wait_until(
         lambda: world.note_alerts().get("KVPilotKnobsChangedByOthers") == "firing",
         seconds=40,

@@ -68,7 +68,7 @@ def test_a_strangers_knob_stands(world):
         i for i, record in enumerate(records) if "someone-else-changed-the-knobs" in json.dumps(record)
     )
     assert records[stranger]["outcome"] == "held"
-    assert records[stranger]["knobs"]["max_batch"] == 5
+    assert records[stranger]["knobs"]["max_batch"] == world.strangers_batch
 
 
 def test_the_audit_log_replays_to_the_same_decisions(world):
@@ -115,7 +115,8 @@ def test_the_sidecar_stays_small(world):
     assert world.resident_bytes < 150e6
 
 
-def test_requests_and_decisions_left_spans(world):
+def test_requests_and_decisions_left_spans(world, wait_until):
+    wait_until(lambda: "kill-switch" in str(world.spans), what="the last decisions are sent")
     names = Counter(span.name for span in world.spans)
     assert names["request"] >= world.answered
     assert names["queue"] == names["request"]
