@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpilot.engine.config import EngineConfig
 from kvpilot.engine.errors import ConfigError
+from kvpilot.engine.kv.quality import quality_loss
 from kvpilot.env.simulator.latency import LatencyProfile, ProfiledModel, load_profile
 from kvpilot.env.slo import Slo
 from kvpilot.env.tuning.schedule import level_at
@@ -114,7 +115,7 @@ class Episode:
             seed=self.seed,
             end_seconds=end_seconds,
             model_max_len=model.max_len,
-            quality_loss=profile.quality_loss,
+            quality_loss=dict(quality_loss(model.name) or profile.quality_loss),
         )
         if knobs:
             simulation.engine.patch_knobs(dict(knobs))

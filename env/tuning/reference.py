@@ -46,10 +46,12 @@ def reference_latency(episode: "Episode") -> ReferenceLatency:
 def _code_digest() -> str:
     """Of the sources that decide what a simulation does: what an older engine took is no reference for this one."""
     digest = hashlib.sha256()
-    for package in ("kvpilot.engine", "kvpilot.engine.kv", "kvpilot.env.simulator", "kvpilot.env.tuning"):
+    for package in ("kvpilot.engine", "kvpilot.engine.kv", "kvpilot.env.simulator"):
         for source in sorted(files(package).iterdir(), key=lambda entry: entry.name):
             if source.name.endswith(".py"):
                 digest.update(source.read_bytes())
+    for name in ("episode", "reference", "reward", "schedule", "session", "sessions", "traffic"):
+        digest.update(files("kvpilot.env.tuning").joinpath(f"{name}.py").read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -113,8 +113,9 @@ def _columns(episode: Episode, records: list[WindowRecord]) -> dict[str, list[An
 def summarize(episode: Episode, records: list[WindowRecord], session: SimulatedSession) -> dict[str, Any]:
     """Rewards, rates and percentiles over the windows under control, and over the requests that ended in them.
 
-    `goodput_share` counts good answers against all that ended or was refused; `quality_loss` is the mean KL over
-    the pages read; None stands for "nothing to measure".
+    `goodput_share` counts good answers against all that ended or was refused; `requests_left` are under way at the
+    end and counted in no percentile; `quality_loss` is the mean KL over the pages read; None stands for "nothing to
+    measure".
     """
     start, end = records[0].window.start, records[-1].window.end
     hours = (end.time - start.time) / 3600
@@ -148,7 +149,7 @@ COUNTERS = ("prefix_hit_tokens", "prefix_query_tokens", "pages_released", "preem
 
 def _request_figures(session: SimulatedSession, slo: Slo, start: float) -> dict[str, Any]:
     done = [r for r in session.simulation.finished if _ended_well(r) and (r.finish_time or 0.0) >= start]
-    refused = len(session.simulation.refused)
+    refused, scheduler = len(session.simulation.refused), session.simulation.engine.scheduler
     ttft = np.array([(r.first_token_time or 0.0) - r.arrival_time for r in done])
     e2e = np.array([(r.finish_time or 0.0) - r.arrival_time for r in done])
     gaps = np.array([_gap(r) for r in done])
@@ -156,6 +157,7 @@ def _request_figures(session: SimulatedSession, slo: Slo, start: float) -> dict[
     return {
         "requests_done": len(done),
         "requests_refused": refused,
+        "requests_left": len(scheduler.running) + len(scheduler.waiting),
         "goodput_share": _ratio(good, len(done) + refused),
         "e2e_seconds": percentiles(e2e),
         "ttft_seconds": percentiles(ttft),
