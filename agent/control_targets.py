@@ -146,5 +146,5 @@ def _prometheus(settings: RunSettings, adapter: Adapter | None = None) -> Source
         selector=settings.prometheus.selector,
         max_age_seconds=3 * settings.interval_seconds,
         timeout_seconds=settings.timeout_seconds,
-        **({} if adapter is None else {"reading": adapter.metric_map}),
+        reading=None if adapter is None else adapter.metric_map,
     )

@@ -7,8 +7,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvpilot.agent.client import EngineUnavailableError, KnobState, PatchResult, UnauthorizedError
-from kvpilot.agent.controller import Controller, Mode
-from kvpilot.agent.guard import GuardLimits, default_steps, intervals
+from kvpilot.agent.control_nouns import Control, Mode
+from kvpilot.agent.controller import Controller
+from kvpilot.agent.guard import GuardLimits, SloLimits, default_steps, intervals
 from kvpilot.engine.config import EngineConfig, Knobs, knob_bounds, validate_knobs
 from kvpilot.engine.errors import KnobStaleError
 from kvpilot.engine.stats import StatsSnapshot
@@ -95,6 +96,7 @@ def make_controller(engine: MemoryEngine, policy: Scripted, audit: Memo) -> Cont
         limits=limits,
         window_seconds=1e-3,
         clock=lambda: engine.now,
+        unix_clock=lambda: engine.now,
     )
 
 
@@ -112,15 +114,18 @@ FAULTS = st.sampled_from(["", "", "", "", "dead", "token", "reset", "race", "los
 ROUNDS = st.lists(st.tuples(st.floats(0.5, 8.0), st.just(ALL_WELL) | GAUGES, WISHES, FAULTS), max_size=25)
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
-@given(ROUNDS)
-def test_whatever_happens_what_is_written_keeps_bounds_step_and_interval(rounds):
-    engine, policy, audit = MemoryEngine(), Scripted(), Memo()
-    controller = make_controller(engine, policy, audit)
+def play(controller: Controller, engine: MemoryEngine, policy: Scripted, rounds) -> None:
     for pause, gauges, wish, fault in rounds:
         engine.now += pause
         engine.gauges, policy.wish, engine.fault = gauges, wish, fault
         controller.tick()
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(ROUNDS)
+def test_whatever_happens_what_is_written_keeps_bounds_step_and_interval(rounds):
+    engine, policy, audit = MemoryEngine(), Scripted(), Memo()
+    play(make_controller(engine, policy, audit), engine, policy, rounds)
     last: dict[str, float] = {}
     for now, before, changes in engine.writes:
         for name, value in changes.items():
@@ -130,6 +135,52 @@ def test_whatever_happens_what_is_written_keeps_bounds_step_and_interval(rounds)
             last[name] = now
     intents = [line for line in audit.lines if line["kind"] == "intent"]
     assert len(intents) >= len(engine.writes)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(ROUNDS)
+def test_with_an_slo_too_each_write_is_a_shrunk_wish_or_a_way_back(rounds):
+    """Whatever is observed, wished and broken: bounds and step hold for every write, and a write that is not the
+    policy's only undoes one that was, towards knobs that had been in force."""
+    engine, policy, audit = MemoryEngine(), Scripted(), Memo()
+    controller = make_controller(engine, policy, audit)
+    controller.limits = GuardLimits(
+        min_interval_seconds=intervals(MIN_INTERVAL),
+        min_windows=1,
+        slo=SloLimits(ttft_p99_seconds=2.0),
+        settle_seconds=4.0,
+        max_reverts_per_hour=1,
+        freeze_seconds=10.0,
+    )
+    play(controller, engine, policy, rounds)
+    in_force = {name: {value} for name, value in Knobs().as_dict().items()}
+    last: dict[str, float] = {}
+    intents = {line["time"]: line for line in audit.lines if line["kind"] == "intent"}
+    for now, before, changes in engine.writes:
+        line = intents[round(now, 3)]
+        for name, value in changes.items():
+            assert BOUNDS[name].low <= value <= BOUNDS[name].high
+            assert value == default_steps()[name].limit(before[name], value)
+            if line["step_back"]:
+                low, high = min(in_force[name]), max(in_force[name])
+                assert low <= value <= high
+            else:
+                assert name in line["wanted"]
+                assert now - last.get(name, -math.inf) >= MIN_INTERVAL
+            last[name] = now
+            in_force[name].add(value)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=30)
+@given(
+    ROUNDS, st.sampled_from([Control(), Control(mode=Mode.CANARY), Control(mode=Mode.AUTO, killed="a file")])
+)
+def test_where_the_loop_may_not_act_nothing_is_ever_written(rounds, control):
+    engine, policy, audit = MemoryEngine(), Scripted(), Memo()
+    controller = make_controller(engine, policy, audit)
+    controller.control = lambda: control
+    play(controller, engine, policy, rounds)
+    assert engine.writes == []
 
 
 def test_the_scripted_loop_does_write_when_all_is_well():
