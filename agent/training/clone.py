@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from kvpilot.agent.training.config import CloneConfig, TrainConfig
 from kvpilot.agent.training.demonstrations import Demonstrations
-from kvpilot.agent.training.networks import logits_and_values
+from kvpilot.agent.training.networks import NormalizedFeatures, logits_and_values
 
 HELD_OUT = 10  # one episode in so many tells when to stop
 PATIENCE = 40  # epochs without a better held-out loss
@@ -61,7 +61,7 @@ def clone(
     for epoch in range(1, config.clone.epochs + 1):
         for rows in _batches(training, rng, config.ppo.recurrent):
             optimizer.zero_grad()
-            (loss_of(rows) + loss_of.of_values(rows)).backward()
+            loss_of.while_fitting(rows).backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
         with torch.no_grad():
@@ -119,10 +119,29 @@ class _Loss:
         self.policy, self.tensors, self.sizes = policy, tensors, list(sizes)
         self.rule_weight = RULE_WEIGHT.get(config.demonstrations.teacher, config.clone.rule_weight)
         self.value_weight = config.ppo.value_weight
+        extractor = policy.features_extractor
+        assert isinstance(extractor, NormalizedFeatures)
+        self.noise = config.clone.input_noise * extractor.std
 
     def __call__(self, rows: NDArray[np.int64]) -> torch.Tensor:
         index = torch.from_numpy(rows)
         logits, _ = logits_and_values(self.policy, self.tensors.inputs[index])
+        return self._of_choices(logits, index)
+
+    def while_fitting(self, rows: NDArray[np.int64]) -> torch.Tensor:
+        """With noise on the inputs, and with the loss of the value head, which has no say in when to stop."""
+        index = torch.from_numpy(rows)
+        inputs = self.tensors.inputs[index]
+        noisy = inputs + self.noise * torch.randn_like(inputs)
+        logits, values = logits_and_values(self.policy, noisy)
+        loss = self._of_choices(logits, index)
+        returns = self.tensors.returns[index]
+        known = returns.isfinite()
+        if not known.any():
+            return loss
+        return loss + self.value_weight * functional.smooth_l1_loss(values[known], returns[known])
+
+    def _of_choices(self, logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         loss = torch.zeros((), requires_grad=True)
         targets = self.tensors.targets[index]
         known = targets.isfinite().all(dim=1)
@@ -134,16 +153,6 @@ class _Loss:
             losses = [functional.cross_entropy(group, choice) for group, choice in groups]
             loss = loss + self.rule_weight * torch.stack(losses).mean()
         return loss
-
-    def of_values(self, rows: NDArray[np.int64]) -> torch.Tensor:
-        """Of the value head. It has no say in when to stop."""
-        index = torch.from_numpy(rows)
-        returns = self.tensors.returns[index]
-        known = returns.isfinite()
-        if not known.any():
-            return torch.zeros(())
-        _, values = logits_and_values(self.policy, self.tensors.inputs[index])
-        return self.value_weight * functional.smooth_l1_loss(values[known], returns[known])
 
     def start_from_the_mean(self, rows: NDArray[np.int64]) -> None:
         """Before the first step the network prefers what is best on the whole: a static policy. With as few decisions

@@ -97,6 +97,7 @@ def suggest(trial: optuna.trial.BaseTrial, base: TrainConfig) -> TrainConfig:
         },
         clone={
             "hidden": (trial.suggest_int("units", 8, 128, log=True),) * 2,
+            "input_noise": trial.suggest_float("input_noise", 0.0, 1.0),
             "temperature": trial.suggest_float("temperature", 0.01, 0.1, log=True),
             "weight_decay": trial.suggest_float("weight_decay", 1e-4, 1e-1, log=True),
             "hold_bias": trial.suggest_float("hold_bias", 0.0, 0.02),
@@ -124,7 +125,8 @@ def defaults(config: TrainConfig) -> dict[str, Any]:
         "churn_price": RewardWeights().churn if environment.churn_price is None else environment.churn_price,
         "units": clone.hidden[0],
         **{
-            name: getattr(clone, name) for name in ("temperature", "weight_decay", "hold_bias", "rule_weight")
+            name: getattr(clone, name)
+            for name in ("input_noise", "temperature", "weight_decay", "hold_bias", "rule_weight")
         },
         **{name: getattr(ppo, name) for name in names},
     }

@@ -62,7 +62,7 @@ def small() -> TrainConfig:
     """Learns fast from nothing, unlike the defaults, which start from a clone."""
     return TrainConfig(seeds=1).with_(
         environment={"stack": 1},
-        clone={"hidden": (16,), "epochs": 100, "learning_rate": 3e-3},
+        clone={"hidden": (16,), "epochs": 100, "learning_rate": 3e-3, "input_noise": 0.1},
         ppo={"envs": 2, "rollout_steps": 64, "batch_size": 64, "epochs": 10, "steps": 4096}
         | {"learning_rate": 3e-3, "clip": 0.2, "target_kl": 0.2, "discount": 0.8},
     )
