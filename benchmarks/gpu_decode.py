@@ -46,6 +46,11 @@ class Case:
     batch: int
     prompt: int
     level: int = 0
+    page_size: int = 32
+
+    @property
+    def slot_bytes(self) -> int:
+        return SLOT_BYTES // 32 * self.page_size
 
 
 CASES = (
@@ -53,13 +58,15 @@ CASES = (
     Case(batch=64, prompt=512),
     Case(batch=256, prompt=512),
     *(Case(batch=32, prompt=8192, level=level) for level in range(3)),
+    Case(batch=32, prompt=8192, level=2, page_size=64),
 )
 
 
 def make_engine(model: Llama, case: Case, prefill_chunk: int) -> Engine:
-    pages = case.batch * -(-(case.prompt + 160) // 32)
+    pages = case.batch * -(-(case.prompt + 160) // case.page_size)
     config = EngineConfig(
-        pool_bytes=(2 * pages + 64) * SLOT_BYTES,
+        pool_bytes=(2 * pages + 64) * case.slot_bytes,
+        page_size=case.page_size,
         prefill_chunk=prefill_chunk,
         max_batch_ceiling=case.batch,
         max_model_len=case.prompt + 256,
@@ -128,9 +135,9 @@ def copy_bytes_per_second() -> float:
 
 
 def run_case(model: Llama, case: Case, bandwidth: float, profile: Path | None) -> dict:
-    engine = make_engine(model, case, prefill_chunk=8192)
+    engine = make_engine(model, case, prefill_chunk=16384)
     finish_seconds(engine, case, 4, seed=1)  # compiles, and lets libraries allocate
-    result: dict = {"batch": case.batch, "prompt": case.prompt, "level": case.level}
+    result: dict = vars(case) | {}
     if case.level == 0:
         long, short = (finish_seconds(engine, case, n, seed=n) for n in (128, 16))
         result["ms_per_step"] = (long - short) / 112 * 1e3

@@ -24,7 +24,7 @@ from kvpilot.engine.kv.pool import Page
 from kvpilot.engine.model.llama import Llama
 from kvpilot.engine.request import Request, SampledToken, SamplingParams, ScheduledRequest
 from kvpilot.engine.runners.graph_cache import GraphCache
-from kvpilot.engine.runners.step_plan import DecodeInputs, empty_chunk, mixed_plan
+from kvpilot.engine.runners.step_plan import DecodeInputs, Launch, empty_chunk, mixed_plan
 from kvpilot.engine.sampling import sample
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256)
@@ -63,8 +63,9 @@ class _Ahead:
 
 
 class CudaRunner:
-    """One graph per bucket of batch sizes and lowest precision present; everything else that may change between
-    steps (pages, levels, lengths) is read from buffers at fixed addresses, so that no knob needs a new graph."""
+    """One graph per bucket of batch sizes, lowest precision present, and whether pages are shared out. Everything
+    else that may change between steps (pages, levels, lengths) is read from buffers at fixed addresses, so that no
+    knob needs a new graph."""
 
     def __init__(
         self,
@@ -100,10 +101,10 @@ class CudaRunner:
         """Captures every graph and compiles every kernel, so that no step has to: `progress(done, total)`."""
         self._storage.warm_up()
         self._inputs.clear()
-        keys = [(size, v) for size in reversed(self._buckets) for v in range(self._inputs.num_variants)]
-        for done, (size, variant) in enumerate(keys, 1):
-            self._run_decode(size, variant, replays=False)
-            progress(done, len(keys))
+        launches = [launch for size in reversed(self._buckets) for launch in self._inputs.launches(size)]
+        for done, launch in enumerate(launches, 1):
+            self._run_decode(launch, replays=False)
+            progress(done, len(launches))
         plan = empty_chunk(min(WARM_UP_TOKENS, self._max_tokens), self._inputs)
         self._model.logits(self._forward(torch.zeros_like(plan.positions_T), plan)[-1:])
 
@@ -149,28 +150,28 @@ class CudaRunner:
         self, decodes: list[ScheduledRequest], rows: list[int], sources: list[int] | None = None
     ) -> None:
         size = next(size for size in self._buckets if size >= len(decodes))
-        self._run_decode(size, self._inputs.set(decodes, rows, size, sources))
+        self._run_decode(self._inputs.set(decodes, rows, size, sources))
 
-    def _run_decode(self, size: int, variant: int, *, replays: bool = True) -> None:
+    def _run_decode(self, launch: Launch, *, replays: bool = True) -> None:
         def compute() -> None:
-            self._decode(size, variant)
+            self._decode(launch)
 
         if self.graphs is None:
             compute()
             return
         version = (self._storage.pool.data_ptr(), id(self._model))
-        graph = self.graphs.get((size, variant), version, compute)
+        graph = self.graphs.get(launch, version, compute)
         if replays:
             graph.replay()
 
-    def _decode(self, size: int, variant: int) -> None:
+    def _decode(self, launch: Launch) -> None:
         """Logits and most likely tokens of the buffers' first `size` sequences."""
-        inputs = self._inputs
+        inputs, size = self._inputs, launch.size
         plan = StepPlan(
             positions_T=inputs.positions[:size],
             places_T2=inputs.places[:size],
             num_decodes=size,
-            table=inputs.table(size, variant),
+            table=inputs.table(launch),
             chunks=None,
         )
         token_ids_B = elementwise.take_tokens(inputs.tokens[:size], inputs.sources[:size], self._drawn_B)

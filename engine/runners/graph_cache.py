@@ -1,11 +1,13 @@
 """CUDA graphs of one computation in several shapes."""
 
+import gc
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 
 import torch
 
-MAX_GRAPHS = 128
+MAX_GRAPHS = 256
 
 
 class GraphCache:
@@ -45,7 +47,19 @@ class GraphCache:
             compute()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        with _no_collection(), torch.cuda.graph(graph, pool=self._memory):
             compute()
         self.num_captured += 1
         return graph
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without Python's collector: a graph that it frees while another one is captured spoils that one."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -4,6 +4,7 @@ Decoding sequences come first among the rows of a step, then the chunks of promp
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +19,15 @@ from kvpilot.engine.request import Request, ScheduledRequest
 from kvpilot.engine.runners.page_tables import PageTables
 
 Integers = NDArray[np.int64]
+
+
+class Launch(NamedTuple):
+    """What a decode step's launches depend on; see DecodeTable. `variant` is 0 if all pages are exact, 1 with 8-bit
+    ones, 2 with int4 ones; `merges` is false if no sequence's pages are shared out."""
+
+    size: int
+    variant: int
+    merges: bool
 
 
 class DecodeInputs:
@@ -70,17 +80,25 @@ class DecodeInputs:
         self._items[:] = -1
         self._upload(0)
 
-    def table(self, size: int, variant: int, num_items: int | None = None) -> DecodeTable:
-        """The first `size` sequences, for a launch that holds for all inputs of this variant."""
+    def launches(self, size: int) -> list[Launch]:
+        """All that `set` may answer for this size. A batch so small that its pages are always shared out, or nearly
+        so, has no launch without a merge."""
+        kinds = self.kinds[: self.num_variants]
+        spare = [2 * size >= max_items(0, self._shape.num_kv_heads, k) for k in kinds]
+        merging = [Launch(size, variant, True) for variant in range(len(kinds))]
+        return [*merging, *(Launch(size, variant, False) for variant in range(len(kinds)) if spare[variant])]
+
+    def table(self, launch: Launch) -> DecodeTable:
+        """The first `size` sequences, for launches that hold for all inputs of this kind."""
+        size, variant, merges = launch
         kinds = self.kinds[variant]
-        if num_items is None:
-            num_items = max_items(size, self._shape.num_kv_heads, kinds)
+        num_items = max_items(size, self._shape.num_kv_heads, kinds) if merges else size
         return DecodeTable(
             cells_N2=self._device_cells,
             spans_B8=self._device_spans[:size],
             items_I=self._device_items[:num_items],
             kinds=kinds,
-            merges=True,
+            merges=merges,
         )
 
     def set(
@@ -89,9 +107,8 @@ class DecodeInputs:
         rows: list[int],
         size: int,
         sources: Sequence[int] | None = None,
-    ) -> int:
-        """Uploads these sequences, and empty ones up to `size`; returns the variant: 0 if all pages are exact, 1
-        with 8-bit ones, 2 with int4 ones.
+    ) -> Launch:
+        """Uploads these sequences, and empty ones up to `size`.
 
         With `sources` the tokens are not known yet: they are what the step before draws in these rows.
         """
@@ -120,7 +137,8 @@ class DecodeInputs:
         parts = [tables.sorted[row, :num] for row, num in zip(rows, num_pages, strict=True)]
         np.concatenate(parts, out=self._cells[:total])
         self._upload(total)
-        return variant
+        launch = Launch(size, variant, len(items) > count)
+        return launch if launch.merges or launch in self.launches(size) else launch._replace(merges=True)
 
     def _write_rows(self, begin: int, end: int) -> None:
         """Sequences that read nothing and whose K and V are not kept."""
@@ -147,8 +165,7 @@ def mixed_plan(
     rows = tables.rows([*decodes, *chunks])
     table = None
     if decodes:
-        variant = inputs.set(decodes, rows[: len(decodes)], len(decodes))
-        table = inputs.table(len(decodes), variant)
+        table = inputs.table(inputs.set(decodes, rows[: len(decodes)], len(decodes)))
     chunk_rows = rows[len(decodes) :]
     tokens: list[int] = []
     for request, start, num_new, _ in (*decodes, *chunks):

@@ -57,7 +57,9 @@ class CheckingRunner:
     def _check_upload(self, decodes: list[ScheduledRequest], rows: list[int]) -> None:
         inputs = self.inputs
         size = len(decodes) + 1
-        table = inputs.table(size, inputs.set(decodes, rows, size))
+        launch = inputs.set(decodes, rows, size)
+        assert launch in inputs.launches(size)
+        table = inputs.table(launch)
         spans, items = table.spans_B8.tolist(), table.items_I.tolist()
         for b, (entry, row) in enumerate(zip(decodes, rows, strict=True)):
             first, exact_end, byte_end, int4_end, exact_tokens, first_item, num_items, _ = spans[b]

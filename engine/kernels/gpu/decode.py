@@ -24,7 +24,8 @@ TARGET_PROGRAMS, EXACT_PROGRAMS = 1024, 512
 MIN_PAGES_PER_ITEM = 2
 # Of the software pipeline; the page table's load takes some. In a mixed kernel a deep one for the largest pages
 # would leave too little shared memory for enough programs.
-EXACT_STAGES, MIXED_EXACT_STAGES, BYTE_STAGES, INT4_STAGES = 5, 3, 3, 5
+EXACT_STAGES, BYTE_STAGES, INT4_STAGES = 5, 3, 5
+MIXED_EXACT_STAGES = {32: 3, 64: 1}  # by page size
 MERGE_BLOCK = 32
 LOG2_E = 1.4426950408889634
 SPAN_COLUMNS = 8
@@ -141,7 +142,7 @@ def decode_attention(
         BYTE_KIND=byte_kind,
         HAS_INT4=INT4 in table.kinds,
         ASM=ASM,
-        EXACT_STAGES=EXACT_STAGES if table.kinds == {EXACT} else MIXED_EXACT_STAGES,
+        EXACT_STAGES=EXACT_STAGES if table.kinds == {EXACT} else MIXED_EXACT_STAGES[shape.page_size],
         BYTE_STAGES=BYTE_STAGES,
         INT4_STAGES=INT4_STAGES,
         PAIR=shape.page_size == 32,
