@@ -1,4 +1,7 @@
-"""Real servers for the tests that need one: Prometheus (`.ci/install-prometheus`) and an OTLP receiver."""
+"""Real servers for the tests that need one: Prometheus (`.ci/install-prometheus`) and an OTLP receiver.
+
+Imports the standard library and pytest only: this file is loaded on GPU machines too.
+"""
 
 import json
 import os
@@ -14,9 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-import yaml
 
 PROGRAMS = ("prometheus", "promtool")
 Probe = Callable[[], Any]
@@ -48,12 +49,16 @@ class Prometheus:
     log_path: Path
 
     def query(self, expression: str) -> list[dict[str, Any]]:
+        import httpx
+
         answer = httpx.get(f"{self.url}/api/v1/query", params={"query": expression}, trust_env=False)
         assert answer.status_code == 200, f"{expression}: {answer.text}"
         return answer.json()["data"]["result"]
 
     def alerts(self) -> dict[str, str]:
         """Active alerts and their state (pending, firing)."""
+        import httpx
+
         answer = httpx.get(f"{self.url}/api/v1/alerts", trust_env=False).json()
         return {alert["labels"]["alertname"]: alert["state"] for alert in answer["data"]["alerts"]}
 
@@ -101,7 +106,7 @@ def start_prometheus(
             ],
         }
         path = directory / "prometheus.yml"
-        path.write_text(yaml.safe_dump(config), encoding="utf-8")
+        path.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
         address = f"127.0.0.1:{free_port()}"
         command = [
             prometheus_programs["prometheus"],
@@ -124,6 +129,8 @@ def start_prometheus(
 
 
 def _ready(server: Prometheus) -> bool:
+    import httpx
+
     assert server.process.poll() is None, server.log_path.read_text(encoding="utf-8")[-2000:]
     try:
         return httpx.get(f"{server.url}/-/ready", trust_env=False).status_code == 200
