@@ -41,7 +41,7 @@ def standard_workloads(
     waves = StreamSpec(file=conversation, loop="open", curve_file=rates, curve_client=rates_client)
     coders = StreamSpec(file=agentic, loop="closed")
     batch = StreamSpec(file=conversation, loop="one-off")
-    few, some, many, most = (3, 5), (7, 11), (17, 22), (24, 30)
+    few, some, many, most = (3, 5), (7, 11), (20, 26), (28, 36)
 
     def workload(name: str, streams: dict, regimes: dict, **options) -> Workload:
         return Workload(
@@ -109,7 +109,6 @@ def standard_workloads(
                 "coding": Regime(seconds=long, levels={"coders": some}),
                 "busy": Regime(seconds=long, levels={"coders": many}),
                 "peak": Regime(seconds=long, levels={"coders": most}),
-                "mixed": Regime(seconds=long, levels={"coders": some, "chat": (0.1, 0.25)}),
                 "batch": Regime(seconds=(400, 900), levels={"coders": some, "batch": (0.4, 0.8)}),
             },
             order=RANDOM,

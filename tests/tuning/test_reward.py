@@ -43,11 +43,11 @@ def test_the_parts_by_hand():
     parts = ObjectiveReward().update(window([4.0, 8.0]), observation, reference=12.0, changes=2)
     assert parts == pytest.approx(
         RewardParts(
-            total=0.56 + 0.15 - 0.075 - 0.18 - 0.004,
+            total=0.56 + 0.15 - 0.075 - 0.24 - 0.004,
             hits=0.7 * 0.8,
             latency=0.3 * (12 - 6) / 12,
             slo=-0.3 * 0.25,
-            quality=-6 * 0.0012 / 0.04,
+            quality=-6 * 0.0012 / 0.03,
             churn=-0.002 * 2,
         )
     )
@@ -55,8 +55,8 @@ def test_the_parts_by_hand():
 
 def test_the_strict_quality_weight_prices_a_loss_of_5_percent_at_point_3():
     assert RewardWeights().quality * 0.05 == pytest.approx(0.3)
-    assert relative_loss(0.0012) == pytest.approx(0.03)
-    assert relative_loss(7e-5) < 0.002
+    assert relative_loss(0.0012) == pytest.approx(0.04)
+    assert relative_loss(7e-5) < 0.0025
 
 
 @settings(deadline=None)
