@@ -54,7 +54,7 @@ def clone(
     training, held_out = _split(data.episodes(), rng)
     loss_of = _Loss(policy, _tensors(data, config), config, sizes)
     loss_of.start_from_the_mean(_rows(training))
-    best_loss, best_epoch, best = math.inf, 0, copy.deepcopy(policy.state_dict())
+    best_loss, best_epoch, best = loss_of.held_out(held_out), 0, copy.deepcopy(policy.state_dict())
     optimizer = torch.optim.AdamW(
         policy.parameters(), config.clone.learning_rate, weight_decay=config.clone.weight_decay
     )
@@ -64,8 +64,7 @@ def clone(
             loss_of.while_fitting(rows).backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
-        with torch.no_grad():
-            loss = sum(float(loss_of(_rows([part]))) for part in held_out)
+        loss = loss_of.held_out(held_out)
         if loss < best_loss:
             best_loss, best_epoch, best = loss, epoch, copy.deepcopy(policy.state_dict())
         on_epoch(epoch)
@@ -127,6 +126,11 @@ class _Loss:
         index = torch.from_numpy(rows)
         logits, _ = logits_and_values(self.policy, self.tensors.inputs[index])
         return self._of_choices(logits, index)
+
+    def held_out(self, episodes: list[slice]) -> float:
+        """Over episodes that are not fitted."""
+        with torch.no_grad():
+            return sum(float(self(_rows([part]))) for part in episodes)
 
     def while_fitting(self, rows: NDArray[np.int64]) -> torch.Tensor:
         """With noise on the inputs, and with the loss of the value head, which has no say in when to stop."""

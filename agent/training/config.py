@@ -62,7 +62,7 @@ class CloneConfig:
     learning_rate: float = _setting(1e-3, "of Adam")
     weight_decay: float = _setting(1e-3, "decoupled")
     input_noise: float = _setting(0.5, "standard deviations of noise on the inputs while fitting")
-    temperature: float = _setting(0.03, "reward by which an action must be better to be e times likelier")
+    temperature: float = _setting(0.01, "reward by which an action must be better to be e times likelier")
     hold_bias: float = _setting(0.0, "reward by which a change must beat holding to be preferred")
     rule_weight: float = _setting(0.1, "of imitating the rule, where teacher is both")
 

@@ -98,7 +98,7 @@ def suggest(trial: optuna.trial.BaseTrial, base: TrainConfig) -> TrainConfig:
         clone={
             "hidden": (trial.suggest_int("units", 8, 128, log=True),) * 2,
             "input_noise": trial.suggest_float("input_noise", 0.0, 1.0),
-            "temperature": trial.suggest_float("temperature", 0.01, 0.1, log=True),
+            "temperature": trial.suggest_float("temperature", 0.003, 0.1, log=True),
             "weight_decay": trial.suggest_float("weight_decay", 1e-4, 1e-1, log=True),
             "hold_bias": trial.suggest_float("hold_bias", 0.0, 0.02),
             "rule_weight": trial.suggest_float("rule_weight", 0.0, 1.0),
