@@ -34,8 +34,8 @@ def _check(ok: bool, key: str, value: object, expected: str) -> None:
 
 
 def _check_integer(key: str, value: object, low: int, high: int) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    _check(whole and low <= value <= high, key, value, f"an integer in [{low}, {high}]")
+    fits = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+    _check(fits, key, value, f"an integer in [{low}, {high}]")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """A real Kubernetes API server (with etcd and the controller manager, without kubelets) and what runs against it."""
 
 import copy
+import importlib.util
 import os
 import shutil
 import signal
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import yaml
@@ -23,7 +24,7 @@ ADMIN = "token-of-the-admin"
 NAMESPACE = "kvpilot"
 
 
-def missing(reason: str) -> None:
+def missing(reason: str) -> NoReturn:
     """Skips, unless everything has to run."""
     if REQUIRED:
         pytest.fail(f"KVPILOT_REQUIRE_APISERVER=1, but {reason}")
@@ -119,7 +120,7 @@ class ApiServer:
         from urllib3.exceptions import HTTPError
 
         for child in self._children:
-            assert child.poll() is None, f"{child.args[0]} has ended: see {self.work}/*.log"
+            assert child.poll() is None, f"{child.args} has ended: see {self.work}/*.log"
         if not self.ca_file.exists():
             return False
         try:
@@ -221,7 +222,8 @@ def render() -> Callable[[str], list[dict[str, Any]]]:
 
 @pytest.fixture(scope="session")
 def bare_api_server(tmp_path_factory) -> Iterator[ApiServer]:
-    pytest.importorskip("kubernetes")
+    if importlib.util.find_spec("kubernetes") is None:
+        missing("the extra k8s is not installed")
     programs = find_programs()
     if programs is None:
         missing("there is no kube-apiserver: .ci/build-apiserver builds it")

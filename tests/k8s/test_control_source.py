@@ -2,6 +2,8 @@
 
 import socket
 import ssl
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,7 @@ from kvpilot.k8s.control_source import ControlSource, WatchConfig, watch_config_
 
 
 @pytest.fixture
-def source(tmp_path):
+def source(tmp_path) -> Iterator[Any]:
     """Its API server refuses connections; its file is `control.yaml`."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
