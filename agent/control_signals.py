@@ -12,11 +12,8 @@ REUSE_QUANTILE = 0.9
 
 def signals_of(window: StatsWindow, observation: Observation) -> dict[str, float | None]:
     """None: not measured in this window. The first four are those that `SloLimits` has limits for."""
-    ttft = observation.ttft_p99_seconds
-    if ttft is None and observation.waiting:
-        ttft = observation.waiting_oldest_seconds  # nobody got a first token: at least so long
     return {
-        "ttft_p99_seconds": ttft,
+        "ttft_p99_seconds": time_to_first_token(observation),
         "inter_token_p99_seconds": observation.inter_token_p99_seconds,
         "queue_p99_seconds": quantile(window, "queue_seconds", 0.99),
         "violation_share": observation.slo_violation_share,
@@ -25,6 +22,16 @@ def signals_of(window: StatsWindow, observation: Observation) -> dict[str, float
         "e2e_mean_seconds": mean(window, "e2e_request_seconds"),
         "pool_bytes": window.end.values.get(("pool_bytes", ())),
     }
+
+
+def time_to_first_token(observation: Observation) -> float | None:
+    """The 99th percentile of those that were answered, but not less than what the waiting have waited on the mean (or,
+    where nobody was answered, the longest of them): who is still without an answer is in no histogram."""
+    answered = observation.ttft_p99_seconds
+    if not observation.waiting:
+        return answered
+    waited = observation.waiting_mean_seconds if answered is not None else observation.waiting_oldest_seconds
+    return max((value for value in (answered, waited) if value is not None), default=None)
 
 
 def slo_of(limits: SloLimits) -> Slo:

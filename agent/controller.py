@@ -32,7 +32,7 @@ from kvpilot.agent.control_policy import DeadlinePolicy
 from kvpilot.agent.control_signals import reuse_seconds, signals_of, slo_of
 from kvpilot.agent.control_state import SafeState, StateError, StateFile
 from kvpilot.agent.guard import GuardLimits, Memory, Reason, Refusal
-from kvpilot.agent.guard.review import step_back
+from kvpilot.agent.guard.review import resume, step_back
 from kvpilot.agent.guard.slo import pressure
 from kvpilot.engine.errors import KnobInvalidError, KnobStaleError
 from kvpilot.engine.stats import StatsWindow
@@ -103,6 +103,7 @@ class Controller:
         self.failures = 0  # ticks in a row without an answer of the engine
         self._deadline_seconds, self._fallback = deadline_seconds, fallback
         self.set_policy(policy)
+        self._has_begun = False
         self._windows_seen = 0
         self._offset = math.inf  # this clock minus the engine's, as small as ever seen
         self._ticks_to_decision = decide_every
@@ -247,13 +248,24 @@ class Controller:
             saved = self.state.read()
         except StateError as error:
             return Refusal(Reason.SAFE_MODE, None, str(error))
-        return replace(self.memory, safe_mode=saved.safe_mode, reverts=saved.reverts)
+        memory = replace(self.memory, safe_mode=saved.safe_mode, reverts=saved.reverts)
+        begins, self._has_begun = not self._has_begun, True
+        if not begins or saved.trial is None:
+            return memory
+        return resume(
+            memory,
+            saved.trial,
+            inputs.state.requested,
+            now=inputs.now,
+            unix_time=inputs.unix_time,
+            limits=self.limits,
+        )
 
     def _keep(self, memory: Memory) -> None:
         self.memory = memory
         if self.state is None:
             return
-        safe = SafeState(memory.safe_mode, memory.reverts)
+        safe = SafeState(memory.safe_mode, memory.reverts, memory.watch)
         try:
             if safe != self.state.read():
                 self.state.write(safe)
@@ -303,7 +315,9 @@ class Controller:
             limits=self.limits,
             load=pressure(inputs.signals, self.limits.slo),
             reuse_seconds=inputs.reuse_seconds,
+            unix_time=inputs.unix_time,
         )
+        self._keep(self.memory)
 
     def _failed(self, draft: Decision, inputs: Inputs, known: dict[str, Any], refusal: Refusal) -> Decision:
         self.memory = guard.note_failure(self.memory, now=self.clock(), limits=self.limits)

@@ -51,10 +51,10 @@ class Counterfactual:
         figures: Figures,
     ) -> None:
         assert settings.trace is not None
-        if not settings.trace.exists():
+        if not settings.trace.parent.is_dir():  # the file itself may be written later
             raise ConfigError(
-                f"counterfactual.trace={str(settings.trace)!r} is invalid: there is no such file; "
-                "`autotune serve --record FILE` writes one"
+                f"counterfactual.trace={str(settings.trace)!r} is invalid: there is no such folder; "
+                "expected the file that `autotune serve --record FILE` writes"
             )
         self._settings, self._slo, self._audit, self._figures = settings, dict(slo), audit, figures
         self._question: Question | None = None

@@ -258,7 +258,7 @@ def safe_mode(
 
     file = StateFile(state)
     if leave:
-        file.write(SafeState())
+        file.write(SafeState(trial=file.read().trial))
     saved = file.read()
     typer.echo(f"latched: {saved.safe_mode}" if saved.safe_mode else "not latched")
     typer.echo(f"{len(saved.reverts)} reverts remembered")

@@ -1,7 +1,7 @@
 """What the guard remembers from one tick to the next: a value, replaced as a whole, and plain enough for JSON."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -27,11 +27,18 @@ class Watch:
 
     at: float  # on the loop's clock
     before: Mapping[str, float]  # all knobs
+    after: Mapping[str, float] = field(default_factory=dict)
+    unix_time: float = 0.0  # when the change was made: a new process goes on with the trial
     baseline: tuple[float, ...] = ()  # SLO pressures under them
     met: bool = False  # the SLO held when the change was made
     flushes: bool = False  # it makes the cache drop pages: its gain shows when their users return
     patience_seconds: float = 0.0
     verified: bool = False  # judged once and found good; a later violation still leads back
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Watch":
+        """What `asdict` gave, also after a round trip through JSON. Raises TypeError and KeyError."""
+        return cls(**{**values, "baseline": tuple(values["baseline"])})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +64,7 @@ class Memory:
     def from_dict(cls, values: Mapping[str, Any]) -> "Memory":
         """What `as_dict` gave, also after a round trip through JSON."""
         try:
-            watch = values["watch"]
-            if watch is not None:
-                watch = Watch(**{**watch, "baseline": tuple(watch["baseline"])})
+            watch = None if values["watch"] is None else Watch.from_dict(values["watch"])
             return cls(
                 **{
                     **values,

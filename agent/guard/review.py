@@ -59,6 +59,7 @@ def note_change(
     limits: GuardLimits,
     load: float | None = None,
     reuse_seconds: float | None = None,
+    unix_time: float = 0.0,
 ) -> Memory:
     """After (an attempt at) a write of the policy's change. `knobs` are all values before it."""
     moves = [Move(now, name, knobs[name], value) for name, value in changes.items()]
@@ -69,12 +70,30 @@ def note_change(
     watch = Watch(
         at=now,
         before=dict(knobs),
+        after={**knobs, **changes},
+        unix_time=unix_time,
         baseline=memory.baseline,
         met=load is not None and load <= 1,
         flushes=flushes_cache(moves),
         patience_seconds=min(max(patience, limits.settle_seconds), limits.max_verify_seconds),
     )
     return replace(moved, watch=watch)
+
+
+def resume(
+    memory: Memory,
+    watch: Watch,
+    knobs: Mapping[str, float],
+    *,
+    now: float,
+    unix_time: float,
+    limits: GuardLimits,
+) -> Memory:
+    """Goes on with the trial that an earlier process began, if its knobs are still in force and it is not long ago."""
+    age = unix_time - watch.unix_time
+    if dict(knobs) != dict(watch.after) or not 0 <= age <= limits.max_verify_seconds:
+        return memory
+    return replace(memory, watch=replace(watch, at=now - age))
 
 
 def flushes_cache(moves: Sequence[Move]) -> bool:

@@ -78,7 +78,7 @@ def test_a_failure_says_what_the_worker_said(counterfactual):
         counterfactual(timeout_seconds=0.001).simulate(Question(GOOD, GOOD, POOL_BYTES))
 
 
-def test_a_missing_trace_is_said_at_start(tmp_path):
-    settings = CounterfactualSettings(trace=tmp_path / "none.jsonl")
+def test_a_folder_that_is_not_there_is_said_at_start(tmp_path):
+    settings = CounterfactualSettings(trace=tmp_path / "none" / "traffic.jsonl")
     with pytest.raises(ConfigError, match="--record"):
         Counterfactual(settings, SLO, AuditLog(tmp_path / "audit.jsonl"), Shown())

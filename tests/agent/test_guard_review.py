@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpilot.agent.control_nouns import memory_as_dict, memory_from_dict
+from kvpilot.agent.control_signals import time_to_first_token
 from kvpilot.agent.guard import (
     GuardLimits,
     Memory,
@@ -27,7 +28,7 @@ from kvpilot.agent.guard import (
 )
 from kvpilot.agent.guard.changes import check_quality
 from kvpilot.agent.guard.limits import limits_as_dict, limits_from_dict
-from kvpilot.agent.guard.review import is_open
+from kvpilot.agent.guard.review import is_open, resume
 from kvpilot.agent.guard.slo import has_regressed, pressure
 from kvpilot.engine.config import EngineConfig, knob_bounds
 from kvpilot.engine.errors import ConfigError
@@ -114,6 +115,19 @@ def test_a_slow_effect_is_still_blamed_on_a_verified_change():
     assert memory.watch is None
     assert memory.last_good == knobs
     assert look(memory, 3.0, now=360.0, knobs=knobs).memory.target is None
+
+
+def test_a_new_process_goes_on_with_a_trial_while_its_knobs_are_in_force():
+    knobs = after({"max_batch": 8})
+    watch = changed(Memory(baseline=(0.1,)), {"max_batch": 8}, now=5000.0, unix_time=1e9).watch
+    assert watch is not None
+    options = {"now": 7.0, "limits": LIMITS}
+    memory = resume(Memory(), watch, knobs, unix_time=1e9 + 40, **options)
+    assert memory.watch is not None
+    assert memory.watch.at == -33.0
+    assert reasons(look(memory, 9.0, now=27.0, knobs=knobs)) == {Reason.SLO}
+    assert resume(Memory(), watch, KNOBS, unix_time=1e9 + 40, **options) == Memory()  # somebody changed them
+    assert resume(Memory(), watch, knobs, unix_time=1e9 + 4000, **options) == Memory()  # long ago
 
 
 def test_without_traffic_a_change_is_not_held_forever():
@@ -208,6 +222,16 @@ def test_quality_loss_above_budget_or_unknown_allows_no_lower_precision():
         assert (check_quality({"kv_level": 1}, KNOBS, loss, 0.001) is not None) is held
     assert check_quality({"kv_level": 0}, after({"kv_level": 2}), 9.0, 0.001) is None
     assert check_quality({"kv_level": 1}, KNOBS, None, None) is None
+
+
+def test_who_waits_counts_as_much_as_who_was_answered():
+    def seen(**changes) -> float | None:
+        return time_to_first_token(Observation(time=0.0, seconds=60.0, **changes))
+
+    assert seen(ttft_p99_seconds=0.5, waiting=0.0, waiting_mean_seconds=9.0) == 0.5
+    assert seen(ttft_p99_seconds=0.5, waiting=4.0, waiting_mean_seconds=9.0) == 9.0
+    assert seen(waiting=4.0, waiting_mean_seconds=3.0, waiting_oldest_seconds=9.0) == 9.0
+    assert seen(waiting=0.0) is None
 
 
 def test_pressure_is_the_worst_ratio_and_null_is_not_zero():

@@ -7,6 +7,7 @@ import pytest
 from kvpilot.agent.control_nouns import Mode
 from kvpilot.agent.control_state import SafeState, StateError, StateFile
 from kvpilot.agent.control_switch import KILL_VARIABLE, DocumentFile, Switches, intersection
+from kvpilot.agent.guard import Watch
 from kvpilot.k8s.control_document import Bounds, ControlDocument, Range
 
 
@@ -122,8 +123,10 @@ def test_the_document_is_followed_when_it_changes_and_only_then(path):
 
 
 def test_the_latch_outlives_the_process(tmp_path):
-    StateFile(tmp_path / "state.json").write(SafeState("too many reverts", (1.0, 2.0)))
-    assert StateFile(tmp_path / "state.json").read() == SafeState("too many reverts", (1.0, 2.0))
+    trial = Watch(at=1.0, before={"kv_level": 0}, after={"kv_level": 1}, baseline=(0.1,), unix_time=9.0)
+    state = SafeState("too many reverts", (1.0, 2.0), trial)
+    StateFile(tmp_path / "state.json").write(state)
+    assert StateFile(tmp_path / "state.json").read() == state
     assert StateFile(tmp_path / "none.json").read() == SafeState()
 
 

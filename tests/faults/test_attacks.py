@@ -194,6 +194,25 @@ def test_lying_metrics(world, make_loop, reasons, lie, reason):
     world.check()
 
 
+def test_latencies_that_lie_under_the_worst_policy(world, make_loop, wishes):
+    """Histograms that always say that all is well: what gives it away are the requests that wait."""
+    controller = make_loop(wishes(lambda call: STRANGLE))
+    world.play(controller, WARM_UP)
+    fine = world.engine.snapshot().histograms
+
+    def flattering():
+        real = world.engine.snapshot()
+        grown = {
+            name: one._replace(counts=tuple(count * (1 + real.time) for count in one.counts))
+            for name, one in fine.items()
+        }
+        return type(real)(time=real.time, values=real.values, histograms=grown)
+
+    world.snapshot = flattering
+    world.play(controller, 780)
+    world.check()
+
+
 def test_a_slow_engine(world, make_loop, wishes, reasons):
     controller = make_loop(wishes(lambda call: HIGH), timeout=0.5)
     world.play(controller, WARM_UP)
@@ -333,6 +352,17 @@ def test_no_progress_steps_back(world, make_loop, wishes, reasons):
     decisions = world.play(controller, 180)
     assert Reason.STALLED in reasons(decisions)
     assert world.knobs["kv_level"] == 1
+    world.check()
+
+
+def test_a_loop_that_crashes_after_every_change(world, make_loop, wishes):
+    """The next process goes on with the trial: the change is judged all the same."""
+    for _ in range(8):
+        controller = make_loop(wishes(lambda call: {"max_batch": 1}))
+        for _ in range(40):
+            if written(world.play(controller, 15)):
+                break
+    assert Outcome.STEPPED_BACK in {one.outcome for one in world.decisions}
     world.check()
 
 
