@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from kvpilot.agent.evaluation.workers import Workers
+from kvpilot.agent.policies.exported import DESCRIPTION
 from kvpilot.agent.training.clone import CloneReport, clone
 from kvpilot.agent.training.demonstrations import Demonstrations
 from kvpilot.agent.training.errors import TrainingError
@@ -26,7 +27,7 @@ def demonstrate(request: TrainRequest, screen: Screen, is_stopped: IsStopped) ->
         learner = None
         if data is not None:
             learner = request.demonstrations_folder / f"learner-{number}"
-            if not learner.exists():
+            if not (learner / DESCRIPTION).exists():
                 model, _ = cloned(request, data, request.config.first_seed)
                 export(model.policy, request, data, learner, {})
         made = _label_round(request, number, learner, screen, is_stopped)

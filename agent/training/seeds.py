@@ -107,10 +107,16 @@ class SeedRun:
                     every_steps=config.selection.every_steps,
                     checkpoint=self.folder / CHECKPOINT,
                     watch=watch,
-                    on_pause=lambda steps: self._note(model, watch.reward),
+                    on_pause=lambda steps: self._note_and_log(model, watch.reward),
                 )
         finally:
             close_quietly(env)
+
+    def _note_and_log(self, model: Model, training_reward: float) -> None:
+        self._note(model, training_reward)
+        model.logger.record("validation/reward", self.points[-1].reward)
+        model.logger.record("validation/changes_per_hour", self.points[-1].changes_per_hour)
+        model.logger.dump(model.num_timesteps)
 
     def _note(self, model: Model, training_reward: float | None) -> None:
         """Validates, keeps the state if it is the best so far, and says so on disk."""
