@@ -136,9 +136,9 @@ def copy_bytes_per_second() -> float:
 
 def run_case(model: Llama, case: Case, bandwidth: float, profile: Path | None) -> dict:
     engine = make_engine(model, case, prefill_chunk=16384)
-    finish_seconds(engine, case, 4, seed=1)  # compiles, and lets libraries allocate
     result: dict = vars(case) | {}
     if case.level == 0:
+        finish_seconds(engine, case, 4, seed=1)  # lets libraries allocate
         long, short = (finish_seconds(engine, case, n, seed=n) for n in (128, 16))
         result["ms_per_step"] = (long - short) / 112 * 1e3
         result["output_tokens_per_s"] = case.batch * 128 / long
@@ -151,32 +151,9 @@ def run_case(model: Llama, case: Case, bandwidth: float, profile: Path | None) -
     result["pages_read"] = reads
     result["floor_ms"] = floor * 1e3
     result["share_of_floor"] = floor / statistics.median(seconds)
-    result["graph_ms"] = graph_milliseconds(engine, case)
     if profile is not None:
         write_profile(engine, case, profile)
     return result
-
-
-def graph_milliseconds(engine: Engine, case: Case) -> float:
-    """A decode step's work on the GPU alone, nothing of the host: its graph, replayed on the last inputs."""
-    submit(engine, case, 40, seed=9)
-    while not all(request.is_decoding for request in engine.scheduler.running) or engine.scheduler.waiting:
-        engine.step()
-    step_down_all(engine, case.level)
-    for _ in range(4):
-        engine.step()
-    graphs = engine._runner.graphs._graphs  # pyright: ignore[reportAttributeAccessIssue]
-    graph = graphs[next(reversed(graphs))]  # the last used
-    torch.cuda.synchronize()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(20):
-        graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    while engine.has_work():
-        engine.step()
-    return begin.elapsed_time(end) / 20
 
 
 def write_profile(engine: Engine, case: Case, directory: Path) -> None:
