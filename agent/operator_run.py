@@ -14,7 +14,9 @@ from kvpilot.k8s.operate import Operator, OperatorConfig
 
 log = logging.getLogger(__name__)
 SCRAPE_SECONDS = 3.0
-STALLED_SECONDS = 60.0  # without a round that reached the cluster: unhealthy
+STALLED_SECONDS = (
+    60.0  # without the end of a round: unhealthy. An API server that is away is no reason to restart
+)
 
 
 def scrape(url: str) -> StatsSnapshot:
@@ -35,12 +37,17 @@ def run_operator(config: OperatorConfig, health_port: int | None) -> int:
     worker.start()
     log.info("operator %s for namespace %s", config.identity, config.namespace)
     server = _serve_health(operator, health_port) if health_port is not None else None
-    signal.sigwait(signals)
+    while worker.is_alive() and signal.sigtimedwait(signals, 1.0) is None:
+        pass
+    died = not worker.is_alive()
     stop.set()
     operator.interrupt()
     worker.join()
     if server is not None:
         server.shutdown()
+    if died:
+        log.error("the operator's loop has died: see the traceback above")
+        return 1
     log.info("stopped; Leases given back, control documents left as they are")
     return 0
 

@@ -56,7 +56,7 @@ class Operator:
         self._reconciler = Reconciler(cluster, fetch=fetch, policy_names=policy_names)
         self._electors: dict[Target, LeaseElector] = {}
         self._wake = threading.Event()
-        self.last_round = time.monotonic()  # the end of the last round that reached the cluster
+        self.last_round = time.monotonic()  # the end of the last one, whatever became of it
 
     def run(self, stop: threading.Event) -> None:
         """Until `stop` is set; gives the Leases back at the end. The control documents stay as they are."""
@@ -72,8 +72,7 @@ class Operator:
                 self.round()
             except ClusterError as error:
                 log.warning("round: %s", error)
-            except Exception:
-                log.exception("round failed")
+            self.last_round = time.monotonic()
             self._wake.wait(self._config.resync_seconds)
             self._wake.clear()
             stop.wait(SETTLE_SECONDS)
@@ -99,7 +98,6 @@ class Operator:
         led = [target for target, elector in self._electors.items() if elector.is_leader]
         uids = {r["metadata"]["uid"] for target in led for r in by_target.get(target, ())}
         self._reconciler.forget_trials(uids)
-        self.last_round = time.monotonic()
 
     def _reconcile(self, resource: dict[str, Any], rivals: Sequence[str], elector: LeaseElector) -> None:
         try:
@@ -107,6 +105,8 @@ class Operator:
             self._reconciler.reconcile(resource, rivals, leads=lambda: elector.is_leader, now=now)
         except ClusterError as error:
             log.warning("%s %s: %s", KIND, resource["metadata"]["name"], error)
+        except Exception:  # one that trips a bug must not keep the others from being looked after
+            log.exception("%s %s failed", KIND, resource["metadata"]["name"])
 
     def _stand_for(self, targets: Collection[Target]) -> None:
         """A candidate for each target, none for targets that are gone."""

@@ -445,13 +445,13 @@ def start_operator(cluster, tmp_path) -> Iterator[Callable[..., subprocess.Popen
     """`autotune operator` as a process, with the rights of its service account and no others."""
     children: list[subprocess.Popen] = []
 
-    def start(*, lease_seconds: int = 3) -> subprocess.Popen:
+    def start(*options: str, lease_seconds: int = 3) -> subprocess.Popen:
         kubeconfig = cluster.server.kubeconfig(cluster.server.account_token("kvpilot-operator"))
         log = tmp_path / f"operator-{len(children)}.log"
         command = ["-m", "kvpilot.agent.cli", "operator", "--namespace", NAMESPACE, "--resync", "0.5"]
         with log.open("w") as output:
             child = subprocess.Popen(
-                [sys.executable, "-P", *command, "--lease-seconds", str(lease_seconds)],
+                [sys.executable, "-P", *command, "--lease-seconds", str(lease_seconds), *options],
                 env={**os.environ, "KUBECONFIG": str(kubeconfig), "POD_NAME": f"operator-{len(children)}"},
                 stdout=output,
                 stderr=subprocess.STDOUT,

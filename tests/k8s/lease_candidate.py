@@ -1,8 +1,7 @@
 """A process that stands for a Lease. Writes one JSON line for each time that it knows itself leading.
 
-usage: lease_candidate.py KUBECONFIG_NAMESPACE LEASE IDENTITY DURATION_SECONDS OUTPUT
-The span of a line runs from the end of a successful campaign to the moment until which the Lease is trusted, on the
-clock that all processes of a machine share.
+usage: KUBECONFIG=FILE lease_candidate.py NAMESPACE LEASE IDENTITY DURATION_SECONDS OUTPUT
+Times are on the clock that all processes of a machine share, taken before the question whether it leads.
 """
 
 import json

@@ -3,6 +3,7 @@
 import hashlib
 from pathlib import Path
 
+import httpx
 import pytest
 
 from kvpilot.agent.control_switch import Switches
@@ -264,3 +265,17 @@ def test_a_foreign_edit_stays_until_it_is_removed_but_never_stands_in_the_way_of
     cluster.wait_for_condition(target, "Distributed", "False", "ForeignEdit")
     cluster.patch("KVPolicy", target, {"spec": {"killSwitch": True}})
     cluster.wait_for_document(target, kill=True)
+
+
+def test_it_says_whether_it_is_healthy(start_operator, helpers):
+    (port,) = helpers.free_ports(1)
+    start_operator("--health-port", str(port))
+
+    def status(path: str) -> int | None:
+        try:
+            return httpx.get(f"http://127.0.0.1:{port}{path}", trust_env=False).status_code
+        except httpx.ConnectError:
+            return None
+
+    helpers.wait_for(lambda: status("/healthz") == 200, "it is healthy")
+    assert status("/metrics") == 404
