@@ -103,9 +103,11 @@ def _importances(study: "optuna.Study", name: str, title: str) -> Figure:
     shares: dict[str, float] = {}
     if len(_complete(study)) >= 10:
         evaluator = optuna.importance.PedAnovaImportanceEvaluator(evaluate_on_local=False)
-        shares = optuna.importance.get_param_importances(
-            study, evaluator=evaluator, target=lambda t: -reward_of(t)
-        )
+        with warnings.catch_warnings():  # of every target, that low values have to be the good ones: they are
+            warnings.simplefilter("ignore", UserWarning)
+            shares = optuna.importance.get_param_importances(
+                study, evaluator=evaluator, target=lambda t: -reward_of(t)
+            )
     bars = {
         "type": "bar",
         "orientation": "h",
