@@ -32,7 +32,8 @@ def source(tmp_path) -> Iterator[Any]:
 
 def test_the_file_counts_while_the_api_does_not_answer(source, tmp_path):
     assert not source.refresh()
-    assert source.document is None
+    before = source.document
+    assert before is None
     assert "control.yaml" in source.problem
     (tmp_path / "control.yaml").write_text("revision: 4\nmode: auto\n")
     assert source.refresh()
