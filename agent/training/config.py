@@ -39,7 +39,7 @@ class DemonstrationConfig:
 
     teacher: str = _setting("lookahead", "rule (tuned hysteresis), lookahead (clairvoyant) or both")
     rounds: int = _setting(3, "of labelling; from the second on along the states that the learner visits")
-    episodes: int = _setting(48, "labelled per round")
+    episodes: int = _setting(40, "labelled per round")
     label_every: int = _setting(3, "decisions from one with a lookahead to the next")
     horizon_seconds: float = _setting(600.0, "that a lookahead simulates for each action")
     explore: float = _setting(0.2, "share of decisions along the way spent on excursions to random settings")
