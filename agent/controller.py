@@ -5,7 +5,6 @@ are whenever it stops, however it stops.
 """
 
 import logging
-import math
 import threading
 import time
 from collections import Counter
@@ -18,6 +17,7 @@ from kvpilot.agent import guard
 from kvpilot.agent.audit import AuditError
 from kvpilot.agent.client import EngineUnavailableError, KnobState, UnauthorizedError
 from kvpilot.agent.control_core import Plan, decide
+from kvpilot.agent.control_latch import Latch
 from kvpilot.agent.control_nouns import (
     Control,
     Decision,
@@ -28,17 +28,16 @@ from kvpilot.agent.control_nouns import (
     inputs_as_dict,
     memory_as_dict,
 )
+from kvpilot.agent.control_observer import Observer
 from kvpilot.agent.control_policy import DeadlinePolicy
-from kvpilot.agent.control_signals import reuse_seconds, signals_of, slo_of
-from kvpilot.agent.control_state import SafeState, StateError, StateFile
+from kvpilot.agent.control_signals import reuse_seconds, signals_of
+from kvpilot.agent.control_state import StateError, StateFile
 from kvpilot.agent.guard import GuardLimits, Memory, Reason, Refusal
-from kvpilot.agent.guard.review import resume, step_back
+from kvpilot.agent.guard.review import step_back
 from kvpilot.agent.guard.slo import pressure
 from kvpilot.engine.errors import KnobInvalidError, KnobStaleError
-from kvpilot.engine.stats import StatsWindow
-from kvpilot.env.observation import Observation, observe
 from kvpilot.env.policy import Policy
-from kvpilot.exporter.source import NoHistoryError, ScrapeSource, Source, SourceError
+from kvpilot.exporter.source import ScrapeSource, Source
 
 __all__ = ["Controller", "Decision", "Engine", "Mode", "Outcome"]
 
@@ -87,7 +86,8 @@ class Controller:
         fixed = Control(mode=mode, acts=mode is Mode.AUTO)
         self.engine, self.audit, self.state = engine, audit, state
         self.clock, self.unix_clock = clock, unix_clock
-        self.source = source or ScrapeSource(engine.scrape)
+        self.observer = Observer(source or ScrapeSource(engine.scrape), clock)
+        self._latch = Latch(state)
         self.limits, self.window_seconds, self.decide_every = (
             limits or GuardLimits(),
             window_seconds,
@@ -103,9 +103,6 @@ class Controller:
         self.failures = 0  # ticks in a row without an answer of the engine
         self._deadline_seconds, self._fallback = deadline_seconds, fallback
         self.set_policy(policy)
-        self._has_begun = False
-        self._windows_seen = 0
-        self._offset = math.inf  # this clock minus the engine's, as small as ever seen
         self._ticks_to_decision = decide_every
         self._revision: int | None = None  # the last one that this loop has seen or made
         self._in_doubt: dict[str, float | int] = {}  # written, but the answer was lost
@@ -147,11 +144,14 @@ class Controller:
             return self._lost(error)
         inputs = self._observe(control, state)
         self._settle(state)
-        before = self._recall(inputs)
-        if isinstance(before, Refusal):
-            return self._tell(_refused(_draft(inputs), Outcome.HELD, before), inputs)
+        try:
+            before = self._latch.recall(self.memory, inputs, self.limits)
+        except StateError as error:
+            refusal = Refusal(Reason.SAFE_MODE, None, str(error))
+            return self._tell(_refused(_draft(inputs), Outcome.HELD, refusal), inputs)
         plan = decide(before, inputs, self.limits, self._policy, self.how_to_restart)
-        self._keep(plan.memory)
+        self.memory = plan.memory
+        self._latch.keep(self.memory)
         decision = replace(
             _draft(inputs),
             outcome=plan.outcome,
@@ -186,47 +186,27 @@ class Controller:
         return control
 
     def _observe(self, control: Control, state: KnobState) -> Inputs:
-        problems: list[Refusal] = []
-        window: StatsWindow | None = None
-        try:
-            window = self.source.window(self.window_seconds)
-            self.failures = 0
-        except NoHistoryError as error:
-            self.failures = 0
-            problems.append(Refusal(Reason.WARMUP, None, str(error)))
-        except SourceError as error:
-            self.failures += 1
-            problems.append(Refusal(Reason.SOURCE, None, str(error)))
-        observation = self._follow(window, problems) if window is not None else None
-        problems += self._check_writer(state)
+        seen = self.observer.look(self.window_seconds, self.limits.slo)
+        self.failures = self.observer.failures
+        problems = [*seen.problems, *self._check_writer(state)]
         self._ticks_to_decision -= 1
         due = self._ticks_to_decision <= 0 or bool(problems)
         if due:
             self._ticks_to_decision = self.decide_every
-        now = self.clock()
+        measured = seen.window is not None and seen.observation is not None
         return Inputs(
-            now=now,
+            now=self.clock(),
             unix_time=self.unix_clock(),
             control=control,
             state=state,
-            observation=observation,
-            age_seconds=0.0 if observation is None else now - self._offset - observation.time,
-            windows_seen=self._windows_seen,
-            signals=signals_of(window, observation) if window is not None and observation is not None else {},
+            observation=seen.observation,
+            age_seconds=seen.age_seconds,
+            windows_seen=self.observer.windows_seen,
+            signals=signals_of(seen.window, seen.observation) if measured else {},
             problems=tuple(problems),
-            reuse_seconds=reuse_seconds(window) if window is not None and observation is not None else None,
+            reuse_seconds=reuse_seconds(seen.window) if measured else None,
             due=due,
         )
-
-    def _follow(self, window: StatsWindow, problems: list[Refusal]) -> Observation | None:
-        """The observation, on a clock that is compared with ours; none across a restart."""
-        if window.is_reset():
-            self._windows_seen, self._offset = 0, math.inf
-            problems.append(Refusal(Reason.RESET, None, "a counter went down: the engine restarted"))
-            return None
-        self._offset = min(self._offset, self.clock() - window.end.time)
-        self._windows_seen += 1
-        return observe(window, slo_of(self.limits.slo))
 
     def _check_writer(self, state: KnobState) -> list[Refusal]:
         """One writer: a revision that this loop did not make freezes it."""
@@ -240,44 +220,14 @@ class Controller:
         self.memory = guard.note_conflict(self.memory, now=self.clock(), limits=self.limits)
         return [Refusal(Reason.CONFLICT, None, f"revision {known} became {state.revision}")]
 
-    def _recall(self, inputs: Inputs) -> Memory | Refusal:
-        """The memory with what the state file says: another process may have released the latch."""
-        if self.state is None:
-            return self.memory
-        try:
-            saved = self.state.read()
-        except StateError as error:
-            return Refusal(Reason.SAFE_MODE, None, str(error))
-        memory = replace(self.memory, safe_mode=saved.safe_mode, reverts=saved.reverts)
-        begins, self._has_begun = not self._has_begun, True
-        if not begins or saved.trial is None:
-            return memory
-        return resume(
-            memory,
-            saved.trial,
-            inputs.state.requested,
-            now=inputs.now,
-            unix_time=inputs.unix_time,
-            limits=self.limits,
-        )
-
-    def _keep(self, memory: Memory) -> None:
-        self.memory = memory
-        if self.state is None:
-            return
-        safe = SafeState(memory.safe_mode, memory.reverts, memory.watch)
-        try:
-            if safe != self.state.read():
-                self.state.write(safe)
-        except StateError as error:
-            log.error("the next decisions are held: %s", error)
-
     def _apply(self, draft: Decision, inputs: Inputs, replayable: dict[str, Any]) -> Decision:
         """Writes the intent to the audit log, then the knobs, then reads them back."""
-        try:
-            self._audit(draft, "intent", replayable)
-        except AuditError as error:
-            return self._tell(_refused(draft, Outcome.HELD, Refusal(Reason.AUDIT, None, str(error))), inputs)
+        held = self._record_intent(draft, replayable)
+        if held is not None:
+            draft = _refused(draft, Outcome.HELD, held)
+            if not draft.is_step_back:
+                return self._tell(draft, inputs)
+            log.error("undone without a line of its own: where to was on record before the change was made")
         self._remember(draft, inputs)
         known = {"id": replayable["id"]}
         try:
@@ -306,6 +256,16 @@ class Controller:
         done = Outcome.STEPPED_BACK if draft.is_step_back else Outcome.APPLIED
         return self._record(replace(draft, outcome=done if effective else Outcome.PENDING), inputs, known)
 
+    def _record_intent(self, draft: Decision, replayable: dict[str, Any]) -> Refusal | None:
+        """No audit, no action; and none whose trial a crash would end."""
+        if self._latch.problem:
+            return Refusal(Reason.SAFE_MODE, None, self._latch.problem)
+        try:
+            self._audit(draft, "intent", replayable)
+        except AuditError as error:
+            return Refusal(Reason.AUDIT, None, str(error))
+        return None
+
     def _remember(self, draft: Decision, inputs: Inputs) -> None:
         self.memory = guard.note_change(
             self.memory,
@@ -317,7 +277,7 @@ class Controller:
             reuse_seconds=inputs.reuse_seconds,
             unix_time=inputs.unix_time,
         )
-        self._keep(self.memory)
+        self._latch.keep(self.memory)
 
     def _failed(self, draft: Decision, inputs: Inputs, known: dict[str, Any], refusal: Refusal) -> Decision:
         self.memory = guard.note_failure(self.memory, now=self.clock(), limits=self.limits)

@@ -3,6 +3,8 @@
 import json
 import logging
 import threading
+import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +26,7 @@ from kvpilot.agent.control_nouns import Failure, Mode, Outcome
 from kvpilot.agent.control_policy import DeadlinePolicy
 from kvpilot.agent.control_replay import replay
 from kvpilot.agent.control_server import ControlServer, Heartbeat
+from kvpilot.agent.control_state import StateFile
 from kvpilot.agent.control_targets import OwnTarget, make_target
 from kvpilot.agent.controller import Controller
 from kvpilot.agent.guard import GuardLimits, Reason, intervals
@@ -135,6 +138,23 @@ def test_the_control_document_changes_policy_and_mode_of_a_running_loop(make_sid
     held = ticks(sidecar, 2)[-1]
     assert {refusal.reason for refusal in held.refusals} >= {Reason.HOLD}
     assert "magic" in str(held)
+
+
+def test_a_latch_that_cannot_be_written_still_counts_and_nothing_new_is_tried(make_sidecar, engine, tmp_path):
+    (tmp_path / "where").mkdir()
+    sidecar = make_sidecar(state=tmp_path / "where" / "state.json")
+    engine.press()
+    ticks(sidecar, 2)
+    (tmp_path / "where" / "state.json").unlink()
+    (tmp_path / "where").rmdir()
+    sidecar.controller.memory = replace(sidecar.controller.memory, reverts=(time.time(),))
+    sidecar.controller._latch.keep(sidecar.controller.memory)
+    held = ticks(sidecar, 3)[-1]
+    assert Reason.SAFE_MODE in {refusal.reason for refusal in held.refusals}
+    assert engine.patches == []
+    (tmp_path / "where").mkdir()
+    assert ticks(sidecar, 1)[-1].outcome is Outcome.APPLIED
+    assert StateFile(tmp_path / "where" / "state.json").read().reverts
 
 
 def test_a_policy_file_must_be_the_one_that_the_document_means(tmp_path):

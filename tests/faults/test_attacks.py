@@ -9,12 +9,13 @@ import math
 import resource
 import signal
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
 from kvpilot.agent.control_nouns import Control, Mode, Outcome
 from kvpilot.agent.control_switch import DocumentFile, Switches
-from kvpilot.agent.guard import Reason, default_steps
+from kvpilot.agent.guard import Reason, Step, default_steps
 from kvpilot.agent.policies import load_policy
 from kvpilot.engine.config import knob_bounds
 from kvpilot.exporter.promql import PromSource
@@ -304,17 +305,31 @@ def test_a_full_disk_under_the_audit_log(world, make_loop, wishes, reasons, repl
     world.check()
 
 
+def test_a_disk_that_fills_up_while_a_bad_change_is_on_trial(world, make_loop, wishes, reasons, tmp_path):
+    """What undoes a change is on record with the change: a full disk does not keep it in force."""
+    controller = make_loop(wishes(lambda call: {"max_batch": 1}))
+    controller.limits = replace(controller.limits, steps={"max_batch": Step(factor=64.0, origin=1.0)})
+    while not written(world.decisions):
+        world.play(controller, 15)
+    assert world.knobs["max_batch"] == 1
+    with disk_full_at((tmp_path / "audit.jsonl").stat().st_size + 100):
+        decisions = world.play(controller, 120)
+    assert Reason.AUDIT in reasons(decisions)
+    assert world.knobs["max_batch"] == 16
+    world.check()
+
+
 def test_prometheus_down(world, make_loop, wishes, reasons):
     controller = make_loop(wishes(lambda call: HIGH))
     world.play(controller, WARM_UP)
-    direct = controller.source
-    controller.source = PromSource("http://127.0.0.1:9", timeout_seconds=0.5)
+    direct = controller.observer.source
+    controller.observer.source = PromSource("http://127.0.0.1:9", timeout_seconds=0.5)
     before = world.knobs
     decisions = world.play(controller, 300)
     assert reasons(decisions) == {Reason.SOURCE}
     assert world.knobs == before
-    controller.source.close()
-    controller.source = direct
+    controller.observer.source.close()
+    controller.observer.source = direct
     world.play(controller, 300)
     world.check()
 
