@@ -97,8 +97,8 @@ class Outcomes:
         """Share of the gap between the best static setting and the oracle."""
         if "oracle" not in self.results:
             return None
-        rewards = [self._rewards(name, episodes) for name in (label, "static-best", "oracle")]
-        return gap_closed(*rewards)
+        ours, static, oracle = (self._rewards(name, episodes) for name in (label, "static-best", "oracle"))
+        return gap_closed(ours, static, oracle)
 
     def _rewards(self, label: str, episodes: Sequence[int]) -> list[float]:
         return self.values(label, ("reward",), episodes)

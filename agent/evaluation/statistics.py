@@ -1,9 +1,9 @@
 """What may be said of a difference that was measured on a few episodes."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 from scipy.stats import bootstrap
 
 RESAMPLES = 10_000
@@ -21,7 +21,7 @@ class Estimate(NamedTuple):
     high: float | None
 
 
-def paired_difference(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> Estimate:
+def paired_difference(ours: ArrayLike, theirs: ArrayLike, seed: int = 0) -> Estimate:
     """Mean of `ours - theirs` over the same episodes."""
     difference = np.array(ours, dtype=float) - np.array(theirs, dtype=float)
     value = float(difference.mean())
@@ -32,9 +32,7 @@ def paired_difference(ours: Sequence[float], theirs: Sequence[float], seed: int 
     return Estimate(value, *_interval((difference,), _mean, seed))
 
 
-def gap_closed(
-    ours: Sequence[float], static: Sequence[float], oracle: Sequence[float], seed: int = 0
-) -> Estimate | None:
+def gap_closed(ours: ArrayLike, static: ArrayLike, oracle: ArrayLike, seed: int = 0) -> Estimate | None:
     """Share of the way from the best static setting to the oracle; None where there is nothing to win."""
     base, top = np.array(static, dtype=float), np.array(oracle, dtype=float)
     gain, room = np.array(ours, dtype=float) - base, top - base

@@ -1,6 +1,7 @@
 """The page of a tuning run: how the search went, what mattered, what was given up for what."""
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path

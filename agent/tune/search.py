@@ -14,7 +14,7 @@ import numpy as np
 from kvpilot.agent.evaluation.runs import Outcome, Run, run_all
 from kvpilot.agent.evaluation.workers import StoppedError, WorkerDiedError, Workers
 from kvpilot.agent.policies.spec import PolicySpec
-from kvpilot.agent.tune.storage import claim, give_back, take_back_lost
+from kvpilot.agent.tune.storage import Direction, claim, give_back, take_back_lost
 from kvpilot.env.tuning.episode import Episode
 from kvpilot.env.tuning.reward import RewardWeights
 from kvpilot.env.tuning.rollout import EpisodeResult
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import optuna
 
 OBJECTIVES = ("hit_rate", "latency_seconds", "quality_loss")  # of a study with several
-DIRECTIONS = ("maximize", "minimize", "minimize")
+DIRECTIONS: tuple[Direction, ...] = ("maximize", "minimize", "minimize")
 KEPT_PERCENTILE, UNPRUNED_TRIALS = 50.0, 8
 
 
@@ -59,8 +59,12 @@ class Ladder:
         for episode in self.episodes:
             by_family.setdefault(episode.family, []).append(episode)
         depth = max(len(group) for group in by_family.values())
-        full = [[(group[k], None) for group in by_family.values() if k < len(group)] for k in range(depth)]
-        return [[(episode, self.short_seconds) for episode in self.episodes], *full]
+        rungs: list[list[tuple[Episode, float | None]]] = [
+            [(one, self.short_seconds) for one in self.episodes]
+        ]
+        for k in range(depth):
+            rungs.append([(group[k], None) for group in by_family.values() if k < len(group)])
+        return rungs
 
     def runs(self, policy: PolicySpec, rung: Iterable[tuple[Episode, float | None]]) -> list[Run]:
         return [

@@ -2,15 +2,16 @@
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvpilot.engine.errors import ConfigError, KVPilotError
 
 if TYPE_CHECKING:
     import optuna
 
+Direction = Literal["maximize", "minimize"]
 FORM = 1  # rises when trials of older studies would mean something else
 FORM_ATTRIBUTE, INPUTS_ATTRIBUTE, WORKER_ATTRIBUTE = "kvpilot_study", "inputs", "worker"
 JOURNAL_SUFFIXES = (".journal", ".jsonl", ".log")
@@ -23,6 +24,7 @@ class StudyError(KVPilotError):
 def open_storage(spec: str) -> "optuna.storages.BaseStorage":
     """A database URL (`postgresql://...`), a journal file (.journal, .jsonl, .log), or a SQLite file (all else)."""
     import optuna
+    from optuna.storages.journal import JournalFileBackend
     from sqlalchemy.exc import SQLAlchemyError
 
     try:
@@ -32,7 +34,7 @@ def open_storage(spec: str) -> "optuna.storages.BaseStorage":
         if not path.parent.is_dir():
             raise ConfigError(f"storage={spec!r} is invalid: there is no folder {path.parent}")
         if path.suffix in JOURNAL_SUFFIXES:
-            backend = optuna.storages.journal.JournalFileBackend(spec)
+            backend = JournalFileBackend(spec)
             return optuna.storages.JournalStorage(backend)
         return optuna.storages.RDBStorage(
             f"sqlite:///{path}", engine_kwargs={"connect_args": {"timeout": 60}}
@@ -44,7 +46,10 @@ def open_storage(spec: str) -> "optuna.storages.BaseStorage":
 
 
 def open_study(
-    storage: "optuna.storages.BaseStorage", name: str, directions: list[str], inputs: Mapping[str, Any]
+    storage: "optuna.storages.BaseStorage",
+    name: str,
+    directions: Sequence[Direction],
+    inputs: Mapping[str, Any],
 ) -> "optuna.Study":
     """The study of this name, new or taken up again.
 
@@ -66,7 +71,7 @@ def open_study(
         )
     old = study.user_attrs.get(INPUTS_ATTRIBUTE, {})
     changed = sorted(key for key in {*old, *inputs} if old.get(key) != inputs.get(key))
-    if changed or [direction.name.lower() for direction in study.directions] != directions:
+    if changed or [direction.name.lower() for direction in study.directions] != list(directions):
         what = ", ".join(changed) or "directions"
         raise StudyError(f"study {name!r} was made with other {what}: {remedy}")
     return study

@@ -13,13 +13,14 @@ from kvpilot.agent.tune.portfolio import digest_of
 from kvpilot.agent.tune.rule import first_rules, rule_settings, rule_spec, suggest_rule
 from kvpilot.agent.tune.search import DIRECTIONS, Ladder, Search, make_pruner
 from kvpilot.agent.tune.space import common_bounds
-from kvpilot.agent.tune.storage import open_storage, open_study
+from kvpilot.agent.tune.storage import Direction, open_storage, open_study
 from kvpilot.engine.errors import KVPilotError
 from kvpilot.env.tuning.rollout import EpisodeResult
 
 if TYPE_CHECKING:
     import optuna
 
+ONE: tuple[Direction, ...] = ("maximize",)
 TAKEN_FROM_REGIME = 2  # best settings of each workload that are run on every one
 SHARE_OF_ALL, SHARE_OF_REGIMES = 0.5, 0.5  # of the minutes left, as each stage begins
 
@@ -75,7 +76,7 @@ class Tuner:
 
     def _search_all(self) -> Search:
         config = self._config
-        several = list(DIRECTIONS) if config.several_objectives else ["maximize"]
+        several = DIRECTIONS if config.several_objectives else ONE
         search = self._search("all", self._suggest_knobs, self._ladder, several, self._known.add_setting)
         if search.num_done == 0:
             search.study.enqueue_trial(self._default_params(), skip_if_exists=True)
@@ -98,7 +99,7 @@ class Tuner:
                 decide_every=config.decide_every,
                 weights=config.weights,
             )
-            search = self._search(family, self._suggest_knobs, own, ["maximize"])
+            search = self._search(family, self._suggest_knobs, own, ONE)
             if search.num_done == 0:
                 for trial in _best_for(family, everywhere, number=3):
                     search.study.enqueue_trial(trial.params, skip_if_exists=True)
@@ -121,7 +122,7 @@ class Tuner:
         levels = self._levels()
         digest = digest_of(settings)
         search = self._search(
-            f"rule-{digest}", lambda t: rule_spec(suggest_rule(t, settings)), self._ladder, ["maximize"]
+            f"rule-{digest}", lambda t: rule_spec(suggest_rule(t, settings)), self._ladder, ONE
         )
         if search.num_done == 0:
             for params in first_rules(settings, levels):
@@ -133,7 +134,12 @@ class Tuner:
 
     # ------------------------------------------------------------------ parts
     def _search(
-        self, name: str, suggest: Any, ladder: Ladder, directions: list[str], on_complete: Any = _ignore
+        self,
+        name: str,
+        suggest: Any,
+        ladder: Ladder,
+        directions: Sequence[Direction],
+        on_complete: Any = _ignore,
     ) -> Search:
         config = self._config
         inputs = config.study_inputs(ladder.episodes)

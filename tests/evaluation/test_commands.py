@@ -19,7 +19,7 @@ FLAGS = {
 }
 
 
-def raised_by(*args: str) -> BaseException:
+def raised_by(*args: str) -> BaseException | None:
     return CliRunner().invoke(cli.app, args).exception
 
 

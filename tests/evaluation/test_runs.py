@@ -4,9 +4,13 @@ import pytest
 
 from kvpilot.agent.evaluation.runs import KeepingJob, Run, code_digest, run_all, workload_hash
 from kvpilot.agent.evaluation.workers import Workers
+from kvpilot.agent.policies.hysteresis import HysteresisPolicy
 from kvpilot.agent.policies.spec import PolicySpec, oracle_spec, parse_spec, static_spec, tuned_specs
+from kvpilot.agent.policies.static import StaticPolicy
 from kvpilot.engine.errors import ConfigError, KVPilotError
+from kvpilot.env.observation import Observation
 from kvpilot.env.tuning.reward import RewardWeights
+from kvpilot.env.tuning.rollout import EpisodeResult
 
 DEFAULT = PolicySpec(label="default", kind="named", config={"name": "default"})
 
@@ -55,6 +59,8 @@ def test_equal_runs_are_done_once(episode, tmp_path):
         first, second, third = run_all(workers, runs, on_done=lambda index, outcome: done.append(index))
     assert sorted(done) == [0, 1]
     assert first is third
+    assert isinstance(first, EpisodeResult)
+    assert isinstance(second, EpisodeResult)
     assert first.windows["knobs"][0]["kv_level"] == 1
     assert second.windows["knobs"][0]["kv_level"] == 2
 
@@ -73,7 +79,7 @@ def test_the_oracle_does_at_least_as_well_as_its_settings_over_its_horizon(episo
 def test_the_oracle_needs_a_simulation(tuned, episode):
     policy = oracle_spec(tuned.portfolio, 60.0, 30.0).make()
     with pytest.raises(ConfigError, match="simulation"):
-        policy.propose(None, {}, {})
+        policy.propose(Observation(time=0.0, seconds=60.0), {}, {})
     with pytest.raises(ConfigError, match="every_seconds"):
         oracle_spec(tuned.portfolio, 60.0, 90.0).make()
 
@@ -96,9 +102,11 @@ def test_specs_are_made_from_words(tmp_path):
 def test_what_was_tuned_is_a_policy_by_file(tuned, tmp_path):
     path = tmp_path / "tuned.json"
     tuned.write(path)
-    rule = parse_spec(f"hysteresis:{path}").make()
-    assert (rule.name, rule.config) == ("hysteresis", tuned.hysteresis)
-    assert parse_spec(f"static:{path}").make().wanted == tuned.static_best.knobs
+    rule, static = parse_spec(f"hysteresis:{path}").make(), parse_spec(f"static:{path}").make()
+    assert isinstance(rule, HysteresisPolicy)
+    assert isinstance(static, StaticPolicy)
+    assert rule.config == tuned.hysteresis
+    assert static.wanted == tuned.static_best.knobs
 
 
 def test_a_workload_is_the_same_whatever_split_is_drawn_from(workload):

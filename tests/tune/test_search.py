@@ -1,4 +1,5 @@
 import socket
+from typing import Any
 
 import optuna
 import pytest
@@ -39,13 +40,19 @@ def ladder(short) -> Ladder:
 
 @pytest.fixture
 def make_search(tmp_path, ladder):
+    memory: dict[str, optuna.storages.InMemoryStorage] = {}
+
     def make(
-        workers=None, storage="study.db", limits=None, several=False, inputs=None, seed=0, batch=4
+        workers: Any = None, storage="", limits=None, several=False, inputs=None, seed=0, batch=4
     ) -> Search:
-        directions = ["maximize", "minimize", "minimize"] if several else ["maximize"]
-        study = open_study(
-            open_storage(str(tmp_path / storage)), "tune/all", directions, inputs or {"reward": 1}
-        )
+        """`storage`: one of FILES, or the name of one in memory."""
+        directions: Any = ["maximize", "minimize", "minimize"] if several else ["maximize"]
+        no_processes: Any = InProcess()
+        if storage in FILES:
+            kept = open_storage(str(tmp_path / storage))
+        else:
+            kept = memory.setdefault(storage, optuna.storages.InMemoryStorage())
+        study = open_study(kept, "tune/all", directions, inputs or {"reward": 1})
         study.pruner = make_pruner()
         bounds = knob_bounds(ladder.episodes[0].engine_config())
         space = SearchSpace(lowest_batch=1, ttl_seconds=(1.0, 60.0))
@@ -53,7 +60,7 @@ def make_search(tmp_path, ladder):
             study,
             lambda trial: static_spec(space.suggest(trial, bounds)),
             ladder,
-            workers or InProcess(),
+            workers or no_processes,
             limits=limits or Limits(),
             seed=seed,
             batch=batch,
