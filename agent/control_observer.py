@@ -1,23 +1,24 @@
 """Observing: a window from the source, how old it is, and what is wrong with it."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
-from kvpilot.agent.control_signals import slo_of
+from kvpilot.agent.control_signals import reuse_seconds, signals_of, slo_of
 from kvpilot.agent.guard import Reason, Refusal, SloLimits
-from kvpilot.engine.stats import StatsWindow
 from kvpilot.env.observation import Observation, observe
 from kvpilot.exporter.source import NoHistoryError, Source, SourceError
 
 
 class Seen(NamedTuple):
-    """`window` and `observation` are None together; then `problems` says why."""
+    """Without an observation `problems` says why."""
 
-    window: StatsWindow | None
-    observation: Observation | None
     problems: list[Refusal]
+    observation: Observation | None = None
     age_seconds: float = 0.0
+    signals: Mapping[str, float | None] = MappingProxyType({})
+    reuse_seconds: float | None = None
 
 
 class Observer:
@@ -34,16 +35,23 @@ class Observer:
             window = self.source.window(window_seconds)
         except NoHistoryError as error:
             self.failures = 0
-            return Seen(None, None, [Refusal(Reason.WARMUP, None, str(error))])
+            return Seen([Refusal(Reason.WARMUP, None, str(error))])
         except SourceError as error:
             self.failures += 1
-            return Seen(None, None, [Refusal(Reason.SOURCE, None, str(error))])
+            return Seen([Refusal(Reason.SOURCE, None, str(error))])
         self.failures = 0
         if window.is_reset():
             self.windows_seen, self._offset = 0, math.inf
             detail = "a counter went down: the engine restarted"
-            return Seen(None, None, [Refusal(Reason.RESET, None, detail)])
+            return Seen([Refusal(Reason.RESET, None, detail)])
         now = self._clock()
         self._offset = min(self._offset, now - window.end.time)
         self.windows_seen += 1
-        return Seen(window, observe(window, slo_of(slo)), [], now - self._offset - window.end.time)
+        observation = observe(window, slo_of(slo))
+        return Seen(
+            [],
+            observation,
+            age_seconds=now - self._offset - window.end.time,
+            signals=signals_of(window, observation),
+            reuse_seconds=reuse_seconds(window),
+        )

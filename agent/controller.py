@@ -30,7 +30,6 @@ from kvpilot.agent.control_nouns import (
 )
 from kvpilot.agent.control_observer import Observer
 from kvpilot.agent.control_policy import DeadlinePolicy
-from kvpilot.agent.control_signals import reuse_seconds, signals_of
 from kvpilot.agent.control_state import StateError, StateFile
 from kvpilot.agent.guard import GuardLimits, Memory, Reason, Refusal
 from kvpilot.agent.guard.review import step_back
@@ -193,7 +192,6 @@ class Controller:
         due = self._ticks_to_decision <= 0 or bool(problems)
         if due:
             self._ticks_to_decision = self.decide_every
-        measured = seen.window is not None and seen.observation is not None
         return Inputs(
             now=self.clock(),
             unix_time=self.unix_clock(),
@@ -202,9 +200,9 @@ class Controller:
             observation=seen.observation,
             age_seconds=seen.age_seconds,
             windows_seen=self.observer.windows_seen,
-            signals=signals_of(seen.window, seen.observation) if measured else {},
+            signals=dict(seen.signals),
             problems=tuple(problems),
-            reuse_seconds=reuse_seconds(seen.window) if measured else None,
+            reuse_seconds=seen.reuse_seconds,
             due=due,
         )
 
