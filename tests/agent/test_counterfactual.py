@@ -2,6 +2,7 @@
 
 import json
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from kvpilot.engine.errors import ConfigError
 
 GOOD = {"ttl_seconds": 60.0, "size_factor": 0.3, "max_batch": 16, "kv_level": 1}
 POOL_BYTES = 1 << 30
+PROFILE = Path(__file__).parents[1] / "faults" / "profile.json"  # frozen, unlike the shipped ones
 SLO = {"ttft_p99_seconds": 2.0}
 
 
@@ -47,7 +49,7 @@ def trace(tmp_path):
 @pytest.fixture
 def counterfactual(trace, tmp_path):
     def make(**changes) -> Counterfactual:
-        fixed = {"trace": trace, "profile": "h200-llama3-8b", "window_seconds": 60.0}
+        fixed = {"trace": trace, "profile": str(PROFILE), "window_seconds": 60.0}
         settings = CounterfactualSettings(**{**fixed, **changes})
         return Counterfactual(settings, SLO, AuditLog(tmp_path / "audit.jsonl"), Shown())
 

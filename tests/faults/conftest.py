@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -80,7 +81,7 @@ class World:
         self.folder = folder
         write_traffic(folder / "traffic.jsonl", seconds=seconds, users=users)
         self.trace = read_trace(folder / "traffic.jsonl")
-        profile = load_profile("h200-llama3-8b")
+        profile = load_profile(str(Path(__file__).with_name("profile.json")))
         assert profile.model is not None
         config = profile.engine_config(pool_bytes=pool_mb << 20, max_batch_ceiling=64, knobs=START)
         self.sim = Simulation(
