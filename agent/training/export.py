@@ -53,7 +53,7 @@ def provenance(request: TrainRequest) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": request.command,
         "config_sha256": sha256(to_toml(request.config).encode()).hexdigest(),
-        "tuned_sha256": sha256(request.tuned_path.read_bytes()).hexdigest(),
+        "tuned_sha256": request.tuned_sha256,
         "workloads": request.hashes,
         "split": "train",
     }

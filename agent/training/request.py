@@ -41,6 +41,11 @@ class TrainRequest:
         return read_tuned(self.tuned_path)
 
     @cached_property
+    def tuned_sha256(self) -> str:
+        """Of the file as it was at first: it may be made anew while training goes on."""
+        return hashlib.sha256(self.tuned_path.read_bytes()).hexdigest()
+
+    @cached_property
     def actions(self) -> Actions:
         return action_set(self.config, self.tuned)
 
@@ -49,7 +54,7 @@ class TrainRequest:
         price = self.config.environment.churn_price
         return RewardWeights() if price is None else RewardWeights(churn=price)
 
-    @property
+    @cached_property
     def hashes(self) -> dict[str, str]:
         """Of the workloads with their traces."""
         return {name: workload_hash(workload) for name, workload in self.workloads.items()}

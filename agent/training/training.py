@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from kvpilot.agent.training.screen import Screen
 from kvpilot.agent.training.seeds import BEST, Point, SeedRun, write_json
 from kvpilot.agent.training.validation import Score, Validator
 
-CONFIG, INPUTS, REPORT, POLICY = "config.toml", "inputs.json", "training.json", "policy"
+CONFIG, INPUTS, TUNED, REPORT, POLICY = "config.toml", "inputs.json", "tuned.json", "training.json", "policy"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +84,16 @@ def _conclude(
 def open_folder(request: TrainRequest, *, resume: bool) -> None:
     """Begins a folder for this request, or checks that it is the one to go on with. Raises TrainingError."""
     out, config, inputs = request.out, request.out / CONFIG, request.out / INPUTS
-    tuned = sha256(request.tuned_path.read_bytes()).hexdigest()
-    values = {"tuned_sha256": tuned, "workloads": request.hashes}
+    values = {
+        "tuned_sha256": request.tuned_sha256,
+        "static_best": request.tuned.static_best.name,
+        "workloads": request.hashes,
+    }
     if not config.exists():
         if resume:
             raise TrainingError(f"{out} holds no training to resume: there is no {config}")
         out.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(request.tuned_path, out / TUNED)
         write_json(inputs, values)
         config.write_text(to_toml(request.config), encoding="utf-8")
         return

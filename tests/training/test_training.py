@@ -125,7 +125,8 @@ def test_ctrl_c_ends_in_order(make_request, monkeypatch):
 
 
 def test_a_training_is_not_overwritten_nor_mixed_with_another(make_request, run, tuned):
-    request = make_request(SMALLEST.with_(demonstrations={"teacher": "rule"}, ppo={"steps": 0}))
+    config = SMALLEST.with_(demonstrations={"teacher": "rule"}, ppo={"steps": 0})
+    request = make_request(config)
     with pytest.raises(TrainingError, match="holds no training to resume"):
         run(request, resume=True)
     run(request)
@@ -135,7 +136,9 @@ def test_a_training_is_not_overwritten_nor_mixed_with_another(make_request, run,
         run(make_request(SMALLEST), resume=True)
     tuned.write_text(tuned.read_text() + "\n")
     with pytest.raises(TrainingError, match="other tuned_sha256"):
-        run(request, resume=True)
+        run(make_request(config), resume=True)
+    tuned.unlink()
+    assert run(request, resume=True).is_complete  # it is read once
 
 
 def test_a_rule_can_be_cloned_onto_any_action_set(make_request, run):
