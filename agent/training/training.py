@@ -85,8 +85,8 @@ def open_folder(request: TrainRequest, *, resume: bool) -> None:
     """Begins a folder for this request, or checks that it is the one to go on with. Raises TrainingError."""
     out, config, inputs = request.out, request.out / CONFIG, request.out / INPUTS
     values = {
+        "static_best": request.tuned.static_best.name,  # what is no result of tuning is refused here
         "tuned_sha256": request.tuned_sha256,
-        "static_best": request.tuned.static_best.name,
         "workloads": request.hashes,
     }
     if not config.exists():

@@ -155,6 +155,9 @@ def test_a_study_of_another_version_is_refused(make_request, run, tuned):
     tuned.write_text(json.dumps({**values, "kvpilot_tuned": 99}))
     with pytest.raises(TunedFormError, match="99"):
         run(make_request())
+    tuned.unlink()
+    with pytest.raises(TunedFormError, match=r"tuned\.json cannot be read"):
+        run(make_request())
 
 
 def test_a_recurrent_policy_trains_and_runs(make_request, run, workload):
