@@ -20,13 +20,18 @@ def run_train(request: TrainRequest, *, resume: bool) -> int:
 
     torch.set_num_threads(1)  # networks this small are slower on several
     console = Console()
-    open_folder(request, resume=resume)
     with interruptible() as is_stopped:
         try:
+            open_folder(request, resume=resume)
             done = train(request, Screen(console), is_stopped)
         except StoppedError as error:
             console.print(f"{error}; go on with --resume")
             return 130
+        except OSError as error:
+            where = error.filename or request.out
+            raise TrainingError(
+                f"{where} cannot be written: {error.strerror}; then go on with --resume"
+            ) from error
     console.print(_table(done))
     console.print(_verdict(done), highlight=False)
     if done.is_complete:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -44,25 +45,23 @@ def train(request: TrainRequest, screen: Screen, is_stopped: Callable[[], bool])
         with screen.stage("validating static-best and the rule", 2 * validator.num_episodes) as advance:
             baselines = validator.baselines(lambda done: advance(done, ""))
         seeds: dict[int, list[Point]] = {}
-        is_complete = True
+        num_done = 0
         for seed in range(request.config.first_seed, request.config.first_seed + request.config.seeds):
             run = SeedRun(request, seed, data, validator, screen, is_stopped)
-            try:
+            with suppress(StoppedError):
                 run.run()
-            except StoppedError:
-                is_complete = False
             if run.points:
                 seeds[seed] = run.points
-            is_complete &= run.is_done
+            num_done += run.is_done
             if is_stopped():
                 break
     if not seeds:
         raise StoppedError("stopped before a policy was validated")
-    return _conclude(request, baselines, seeds, is_complete)
+    return _conclude(request, baselines, seeds, is_complete=num_done == request.config.seeds)
 
 
 def _conclude(
-    request: TrainRequest, baselines: dict[str, Score], seeds: dict[int, list[Point]], is_complete: bool
+    request: TrainRequest, baselines: dict[str, Score], seeds: dict[int, list[Point]], *, is_complete: bool
 ) -> Trained:
     best = max(seeds, key=lambda seed: _best_of(seeds[seed]).reward)
     folder = request.out / POLICY

@@ -114,6 +114,20 @@ def test_stopped_in_ppo_it_exports_the_best_so_far_and_resumes(make_request, run
     assert done.seeds[0][: len(partial.seeds[0])] == partial.seeds[0]
 
 
+def test_stopped_between_two_seeds_it_is_not_complete(make_request, run):
+    request = make_request(SMALLEST.with_(seeds=2, ppo={"steps": 0}))
+    partial = run(request, is_stopped=lambda: (request.out / "seed-0" / "best" / "policy.json").exists())
+    assert list(partial.seeds) == [0]
+    assert not partial.is_complete
+    assert run(request, resume=True).is_complete
+
+
+def test_a_folder_that_cannot_be_written_is_named(make_request, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrainingError, match="file/out cannot be written"):
+        run_train(make_request(out="file/out"), resume=False)
+
+
 def test_ctrl_c_ends_in_order(make_request, monkeypatch):
     request = make_request(SMALLEST.with_(ppo={"steps": 100_000}))
     monkeypatch.setattr(
