@@ -86,6 +86,8 @@ def knob_change(engine: Engine) -> dict:
 
 def soak(engine: Engine, seconds: float) -> dict:
     rng = random.Random(1)
+    graphs = engine._runner.graphs  # pyright: ignore[reportAttributeAccessIssue]
+    num_captured = graphs.num_captured
     prefixes = [[rng.randrange(1, 100_000) for _ in range(1024)] for _ in range(64)]
     wanted: dict[str, int] = {}
     finished = num_changes = num_steps = 0
@@ -127,7 +129,7 @@ def soak(engine: Engine, seconds: float) -> dict:
         "tokens": sum(wanted.values()),
         "knob_changes": num_changes,
         "counters": {f"{name}{labels}": v for (name, labels), v in values.items() if name in names},
-        "graphs_captured_after_warm_up": engine._runner.graphs.num_captured - len(engine._runner.graphs),  # pyright: ignore[reportAttributeAccessIssue]
+        "graphs_captured_after_warm_up": graphs.num_captured - num_captured,
         "reserved_bytes_after_a_tenth": memory[len(memory) // 10],
         "reserved_bytes_at_the_end": memory[-1],
     }

@@ -39,6 +39,7 @@ class CudaStorage:
         self.ladder = tuple(ladder)
         check_supported(shape, self.ladder, num_heads)
         self._slot_bytes = payload_bytes(self.ladder[0], shape)
+        self._sizes = [(payload_bytes(codec, shape), scale_bytes(codec, shape)) for codec in self.ladder]
         if pool_bytes < self._slot_bytes:
             raise ConfigError(
                 f"pool_bytes={pool_bytes} is invalid: expected at least one {self.ladder[0]} page of "
@@ -118,9 +119,10 @@ class CudaStorage:
         self._left += [address for address, _ in sources]
 
     def _cells(self, cell: Cell, level: int) -> list[Range]:
-        ranges = [(cell.payload, payload_bytes(self.ladder[level], self.shape))]
+        payload_size, scale_size = self._sizes[level]
+        ranges = [(cell.payload, payload_size)]
         if cell.scales >= 0:
-            ranges.append((cell.scales, scale_bytes(self.ladder[level], self.shape)))
+            ranges.append((cell.scales, scale_size))
         return ranges
 
 
