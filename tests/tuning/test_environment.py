@@ -71,7 +71,7 @@ def test_an_action_changes_what_is_observed(episode):
     env = KVCacheTuningEnv(actions=PORTFOLIO)
     ends = {}
     for action in (0, 2):
-        env.reset(options={"episode": episode})
+        observation, _ = env.reset(options={"episode": episode})
         for _ in range(4):
             observation, *_ = env.step(action)
         ends[action] = dict(zip(FEATURES, observation, strict=True))

@@ -62,6 +62,7 @@ class StubClockEngine:
         begun = replace(episode, warmup_seconds=episode.interval_seconds).start().simulation
         assert begun.clock.now == 0, "nothing has happened yet"
         profile = load_profile(episode.profile).for_page_size(episode.page_size)
+        assert profile.model is not None
         config, storage = episode.engine_config(), CountingStorage(NoStorage(), 3)
         runner = SimulatedRunner(profile, begun.clock, config.ladder)
         engine = StepwiseEngine(

@@ -107,4 +107,4 @@ def test_statistics_travel_as_arrays():
     assert (again(np.array([2.0, 9.0])) == normalizer(np.array([2.0, 9.0]))).all()
     for wrong in ({"mean": [1.0], "variance": [1.0, 2.0]}, {"mean": [math.nan], "variance": [1.0]}):
         with pytest.raises(ConfigError, match="normalisation is invalid"):
-            Normalizer.from_arrays(wrong)
+            Normalizer.from_arrays({name: np.array(values) for name, values in wrong.items()})
