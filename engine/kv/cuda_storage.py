@@ -1,6 +1,7 @@
 """The pool's bytes in GPU memory, pages in the layout of `kvpilot.engine.kernels.gpu.layout`. Needs triton."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -79,14 +80,10 @@ class CudaStorage:
     def warm_up(self) -> None:
         """Compiles what a step may launch, on memory of its own."""
         memory = torch.zeros(4 * self._slot_bytes, dtype=torch.uint8, device=self.device)
-        for level in range(1, len(self.ladder)):
-            job = (0, self._slot_bytes, 2 * self._slot_bytes, 3 * self._slot_bytes)
-            convert_pages(
-                memory,
-                self.shape,
-                *self.ladder[level - 1 : level + 1],
-                upload(torch.tensor([job]), self.device),
-            )
+        job = (0, self._slot_bytes, 2 * self._slot_bytes, 3 * self._slot_bytes)
+        jobs_14 = upload(torch.tensor([job]), self.device)
+        for source, target in pairwise(self.ladder):
+            convert_pages(memory, self.shape, source, target, jobs_14)
         move_cells(memory, upload(torch.tensor([(0, self._slot_bytes, 64)]), self.device), 64)
         copy_first_tokens(memory, self.shape, upload(torch.tensor([(0, self._slot_bytes)]), self.device))
 

@@ -54,24 +54,18 @@ class DecodeInputs:
         self._host_words = torch.zeros(words, dtype=torch.int64, pin_memory=self._on_gpu)
         self._copied = torch.cuda.Event() if self._on_gpu else None
         self._header = header
-        device, host = self._device_words, self._host_words
-        self.tokens, self._tokens = (w[:max_sequences] for w in (device, host.numpy()))
-        self.positions, self._positions = (
-            w[max_sequences : 2 * max_sequences] for w in (device, host.numpy())
-        )
-        self.places, self._places = (
-            w[2 * max_sequences : 4 * max_sequences].reshape(-1, 2) for w in (device, host.numpy())
-        )
-        self.sources, self._sources = (
-            w[4 * max_sequences : 5 * max_sequences] for w in (device, host.numpy())
-        )
-        spans = slice(5 * max_sequences, (5 + SPAN_COLUMNS // 2) * max_sequences)
+        r, device, host = max_sequences, self._device_words, self._host_words.numpy()
+        self.tokens, self._tokens = device[:r], host[:r]
+        self.positions, self._positions = device[r : 2 * r], host[r : 2 * r]
+        self.places, self._places = device[2 * r : 4 * r].view(-1, 2), host[2 * r : 4 * r].reshape(-1, 2)
+        self.sources, self._sources = device[4 * r : 5 * r], host[4 * r : 5 * r]
+        spans = slice(5 * r, (5 + SPAN_COLUMNS // 2) * r)
         self._device_spans = device[spans].view(torch.int32).view(-1, SPAN_COLUMNS)
-        self._spans = host.numpy()[spans].view(np.int32).reshape(-1, SPAN_COLUMNS)
+        self._spans = host[spans].view(np.int32).reshape(-1, SPAN_COLUMNS)
         self._device_items = device[spans.stop : header].view(torch.int32)
-        self._items = host.numpy()[spans.stop : header].view(np.int32)
+        self._items = host[spans.stop : header].view(np.int32)
         self._device_cells = device[header:].view(-1, 2)
-        self._cells = host.numpy()[header:].reshape(-1, 2)
+        self._cells = host[header:].reshape(-1, 2)
         self.clear()
 
     def clear(self) -> None:

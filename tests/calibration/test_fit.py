@@ -114,4 +114,4 @@ def test_shipped_profiles_name_their_model_and_say_whether_they_are_calibrated()
     assert profile.model is not None
     assert profile.model.page_shape(512).num_values * 2 == 64 << 20
     assert profile.origin["calibrated"] is True
-    assert profile.origin["held_out_error"]["decode"]["median"] < 0.05
+    assert set(profile.origin) >= {"machine", "versions", "date", "held_out_error"}

@@ -71,9 +71,11 @@ def gpu_engine(device):
     return make
 
 
-def run(engine: Engine, lengths: list[int], max_tokens: int, only: int | None = None) -> dict[str, list[int]]:
+def run(
+    engine: Engine, lengths: list[int], max_tokens: int, only: int | None = None
+) -> dict[str, list[int | None]]:
     generator = torch.Generator().manual_seed(1)
-    texts: dict[str, list[int]] = {}
+    texts: dict[str, list[int | None]] = {}
     for i, length in enumerate(lengths):
         prompt = torch.randint(CONFIG.vocab_size, (length,), generator=generator).tolist()
         if only in (None, i):
@@ -97,7 +99,9 @@ def test_logprobs_match_those_of_the_cpu(gpu_engine):
         while engine.has_work():
             outputs += [output for output in engine.step() if output.token is not None]
             if len(outputs) == 1:
-                engine.scheduler.running[0].tokens[-1] = 17  # the tokens drawn may differ
+                tokens = engine.scheduler.running[0].tokens
+                assert tokens is not None
+                tokens[-1] = 17  # those drawn may differ
         results.append([dict(output.logprobs.top) for output in outputs[:2]])
     for expected, actual in zip(*results, strict=True):
         common = expected.keys() & actual.keys()

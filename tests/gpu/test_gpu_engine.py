@@ -176,7 +176,10 @@ def test_graphs_are_dropped_with_their_version_and_beyond_the_limit():
     cache = GraphCache(max_graphs=2)
 
     def run(key: int, version: int) -> float:
-        cache.get(key, version, lambda: torch.add(y, key, out=x)).replay()
+        def compute() -> None:
+            torch.add(y, key, out=x)
+
+        cache.get(key, version, compute).replay()
         return x.item()
 
     assert [run(key, 0) for key in (1, 2, 1, 3, 1, 2)] == [2, 3, 2, 4, 2, 3]
