@@ -382,7 +382,9 @@ def _compare(files: list[Path], out: Path) -> None:
 def _show(results: list[Any], console: Any) -> None:
     from rich.table import Table
 
-    from kvpilot.env.replay.report import figure_rows
+    from rich.markup import escape
+
+    from kvpilot.env.replay.report import figure_rows, unanswered
 
     table = Table("", *(name for name, _ in results), *(["change"] if len(results) > 1 else []))
     for column in table.columns[1:]:
@@ -392,6 +394,15 @@ def _show(results: list[Any], console: Any) -> None:
         change = [f"[{style[row.verdict]}]{row.change}[/]"] if len(results) > 1 else []
         table.add_row(row.label, *row.values, *change)
     console.print(table)
+    for name, result in results:
+        answered = result.summary["status"].get("done", 0)
+        whose = f"{escape(name)}: " if len(results) > 1 else ""
+        for line in unanswered(result):
+            console.print(f"[yellow]{whose}{escape(line)}[/]")
+        if answered:
+            console.print(f"{whose}percentiles are over the {answered:,} answered requests")
+        else:
+            console.print(f"[red]{whose}no request was answered: there are no latencies to show[/]")
 
 
 def check_out(out: Path, suffix: str) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -78,6 +79,7 @@ class _Run:
     sent: list[_Sent] = field(default_factory=list)
     num_ended: int = 0
     errors: list[str] = field(default_factory=list)
+    reasons: dict[str, Counter[str]] = field(default_factory=lambda: {REFUSED: Counter(), FAILED: Counter()})
 
     def now(self) -> float:
         return time.monotonic() - self.started
@@ -148,10 +150,10 @@ class _Run:
                     detail = (await response.aread()).decode(errors="replace")
                     is_full = response.status_code in (429, 503)
                     request.status = REFUSED if is_full else FAILED
-                    self._note(f"{response.status_code}: {detail:.200}")
+                    self._note(request.status, f"HTTP {response.status_code}", detail)
         except httpx.HTTPError as error:
             request.status = FAILED
-            self._note(f"{type(error).__name__}: {error}")
+            self._note(FAILED, type(error).__name__, str(error))
         self.num_ended += 1
 
     async def _read(self, request: _Sent, response: httpx.Response) -> None:
@@ -165,7 +167,7 @@ class _Run:
             event = json.loads(data)
             if "error" in event:
                 request.status = FAILED
-                self._note(str(event["error"])[:200])
+                self._note(FAILED, "error event in the stream", str(event["error"]))
                 return
             if event.get("choices"):
                 request.last = self.now()
@@ -176,9 +178,10 @@ class _Run:
                 request.output_tokens = usage["completion_tokens"]
                 request.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
-    def _note(self, error: str) -> None:
+    def _note(self, status: str, reason: str, detail: str) -> None:
+        self.reasons[status][reason] += 1
         if len(self.errors) < MAX_ERRORS_KEPT:
-            self.errors.append(error)
+            self.errors.append(f"{reason}: {detail:.200}")
 
 
 def replay_http(
@@ -250,7 +253,7 @@ def _result(run: _Run, snapshots: list[StatsSnapshot]) -> ReplayResult:
         slo=replay.slo,
         requests=requests,
         windows=windows,
-        summary=summarize(requests, windows, replay.slo),
+        summary=summarize(requests, windows, replay.slo, reasons=run.reasons),
         provenance={"took_seconds": run.now(), "errors": run.errors, "has_engine_statistics": bool(windows)},
         is_partial=len(run.sent) < len(trace) or any(sent.status == CUT_OFF for sent in run.sent),
     )

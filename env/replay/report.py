@@ -12,7 +12,7 @@ from plotly.offline import get_plotlyjs
 
 from kvpilot.engine.errors import KVPilotError
 from kvpilot.env.replay.charts import COLORS, Named, make_charts
-from kvpilot.env.replay.result import ReplayResult
+from kvpilot.env.replay.result import CUT_OFF, DONE, FAILED, REFUSED, ReplayResult
 
 
 class Row(NamedTuple):
@@ -41,6 +41,9 @@ FIGURES = (
     _Figure("Whole answer, mean", ("e2e_seconds", "mean"), "seconds", "lower"),
     _Figure("Whole answer, p99", ("e2e_seconds", "p99"), "seconds", "lower"),
     _Figure("Wait for admission, p99", ("queue_seconds", "p99"), "seconds", "lower"),
+    _Figure("Requests refused", ("status", REFUSED), "count", "lower"),
+    _Figure("Requests failed", ("status", FAILED), "count", "lower"),
+    _Figure("Requests cut off", ("status", CUT_OFF), "count", "lower"),
     _Figure("Good requests per second", ("goodput_per_second",), "rate", "higher"),
     _Figure("Requests answered per second", ("requests_per_second",), "rate", "higher"),
     _Figure("Output tokens per second", ("output_tokens_per_second",), "rate", "higher"),
@@ -78,6 +81,7 @@ def render(results: list[Named]) -> str:
         rows=rows,
         tiles=rows[:NUM_TILES],
         settings=setting_rows(results),
+        unanswered=unanswered,
         charts=charts,
         chart_json=Markup(json.dumps(charts, allow_nan=False).replace("<", "\\u003c")),
         plotly=Markup(get_plotlyjs()),
@@ -89,12 +93,23 @@ def figure_rows(results: list[ReplayResult]) -> list[Row]:
     rows = []
     for figure in FIGURES:
         values = [_lookup(result.summary, figure.path) for result in results]
-        if any(value is not None for value in values):
+        if any(value if figure.path[0] == "status" else value is not None for value in values):
             shown = [format_value(value, figure.form) for value in values]
             if figure.path == ("quality_loss",):
                 shown = [text + _why_no_loss(result) for text, result in zip(shown, results, strict=True)]
             rows.append(Row(figure.label, shown, *_compare(values, figure.better)))
     return rows
+
+
+def unanswered(result: ReplayResult) -> list[str]:
+    """A line for each status but done: how many of all, and why where that is known."""
+    summary, lines = result.summary, []
+    for status, count in summary["status"].items():
+        if status != DONE:
+            reasons = summary.get("reasons", {}).get(status, {})
+            why = ", ".join(f"{number:,} {reason}" for reason, number in reasons.items())
+            lines.append(f"{status} {count:,} of {summary['requests']:,}" + (f": {why}" if why else ""))
+    return lines
 
 
 def setting_rows(results: list[Named]) -> list[tuple[str, list[str]]]:
@@ -115,6 +130,8 @@ def _flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _lookup(summary: dict[str, Any], path: tuple[str, ...]) -> float | None:
+    if path[0] == "status":  # a status that no request has is not listed
+        return summary.get("status", {}).get(path[1], 0)
     value: Any = summary
     for name in path:
         value = value.get(name) if isinstance(value, dict) else None

@@ -1,6 +1,7 @@
 """A trace against the simulator."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from math import inf
@@ -119,13 +120,26 @@ def _result(
         slo=replay.slo,
         requests=requests,
         windows=windows,
-        summary=summarize(requests, windows, replay.slo),
+        summary=summarize(requests, windows, replay.slo, reasons={REFUSED: refusal_reasons(simulation)}),
         provenance={
             "simulated_in_seconds": took_seconds,
-            "requests_simulated_per_second": len(trace) / took_seconds,
+            "requests_simulated_per_second": len(requests["row"]) / took_seconds,
         },
         is_partial=not simulation.is_done,
     )
+
+
+def refusal_reasons(simulation: Simulation) -> Counter[str]:
+    """Requests refused, by why: the engine's own words name each prompt's length."""
+    limit = simulation.engine.max_model_len
+    too_long = f"prompt too long: {limit:,} tokens or more (what model and pool hold)"
+    queue_full = f"queue full: {simulation.engine.config.max_waiting:,} requests waiting"
+    reasons: Counter[str] = Counter()
+    for row, reason in simulation.refused:
+        is_long = simulation.trace.prompt_tokens[row] >= limit
+        is_full = reason.startswith("the queue is full")
+        reasons[too_long if is_long else queue_full if is_full else reason] += 1
+    return reasons
 
 
 def _request_rows(simulation: Simulation) -> Iterable[tuple[Any, ...]]:

@@ -1,6 +1,7 @@
 """The figures of a replay."""
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,17 @@ from kvpilot.env.slo import Slo
 PERCENTILES = (50, 90, 99)
 
 
-def summarize(requests: dict[str, list[Any]], windows: dict[str, list[Any]], slo: Slo) -> dict[str, Any]:
+def summarize(
+    requests: dict[str, list[Any]],
+    windows: dict[str, list[Any]],
+    slo: Slo,
+    *,
+    reasons: Mapping[str, Mapping[str, int]] | None = None,
+) -> dict[str, Any]:
     """Percentiles over finished requests; goodput counts good requests against all that were sent.
 
     A request is sent if it arrived before the replay ended; those cut off count in no percentile and as not good.
-    Rates are over the time from the first arrival to the last answer.
+    `reasons` says of a status why and how often. Rates are over the time from the first arrival to the last answer.
     """
     done = np.array([status == DONE for status in requests["status"]], dtype=bool)
     columns = {
@@ -33,6 +40,7 @@ def summarize(requests: dict[str, list[Any]], windows: dict[str, list[Any]], slo
     summary: dict[str, Any] = {
         "requests": len(done),
         "status": dict(Counter(requests["status"])),
+        "reasons": {status: dict(counts) for status, counts in (reasons or {}).items() if counts},
         "seconds": seconds,
         "requests_per_second": int(done.sum()) / seconds if seconds else np.nan,
         "output_tokens_per_second": float(output.sum()) / seconds if seconds else np.nan,

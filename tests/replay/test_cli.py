@@ -42,6 +42,23 @@ def test_a_replay_writes_a_result_and_a_page_and_two_are_compared(tmp_path, trac
     assert {path.name for path in tmp_path.glob("*.html")} == {"a.html", "b.html", "ab.html"}
 
 
+def test_the_console_says_what_was_refused_and_why(tmp_path, trace_file):
+    output = run("replay", trace_file, *SMALL, "--pool-mb", 8, "--out", tmp_path / "a.json")
+    assert "Requests refused" in output
+    words = " ".join(output.split())
+    assert "prompt too long" in words
+    assert "percentiles are over the" in words
+
+
+def test_nothing_answered_is_said(tmp_path, trace_file):
+    output = run("replay", trace_file, *SMALL, "--pool-mb", 6, "--out", tmp_path / "a.json")
+    words = " ".join(output.split())
+    assert "no request was answered" in words
+    assert "percentiles are over" not in words
+    assert "no request was" in (tmp_path / "a.html").read_text()
+    assert read_result(tmp_path / "a.json").summary["reasons"]["refused"]
+
+
 def test_sensitivity_writes_table_and_plots(tmp_path, trace_file):
     out = tmp_path / "s.json"
     output = run("sensitivity", "--trace", trace_file, *SMALL, "--at", "max_batch=4,kv_level=1", "--out", out)

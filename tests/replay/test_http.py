@@ -106,6 +106,9 @@ def test_refusals_and_errors_are_told_apart(fast):
     expected = [{0: "refused", 1: "failed", 2: "done"}[n % 3] for n in fast.output_tokens.tolist()]
     assert result.requests["status"] == expected
     assert any("boom" in error for error in result.provenance["errors"])
+    assert set(result.summary["reasons"]) <= {"refused", "failed"}
+    for status, reasons in result.summary["reasons"].items():
+        assert sum(reasons.values()) == result.summary["status"][status]
     assert result.summary["goodput_share"] == pytest.approx(expected.count("done") / len(fast))
 
 

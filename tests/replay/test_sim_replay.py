@@ -8,6 +8,7 @@ import pytest
 
 from kvpilot.engine.config import Knobs
 from kvpilot.engine.errors import ConfigError
+from kvpilot.env.replay.report import unanswered
 from kvpilot.env.replay.result import ReplayFormError, Slo, read_result
 from kvpilot.env.replay.sim import make_simulation, replay_simulated
 
@@ -93,6 +94,23 @@ def test_refused_requests_are_listed(chats, replay):
     refused = [row for row, status in enumerate(result.requests["status"]) if status == "refused"]
     assert refused == np.flatnonzero(chats.prompt_tokens >= 100).tolist()
     assert result.summary["goodput_share"] < 1 - len(refused) / len(chats) + 1e-9
+    reason = "prompt too long: 100 tokens or more (what model and pool hold)"
+    assert result.summary["reasons"] == {"refused": {reason: len(refused)}}
+    assert unanswered(result) == [f"refused {len(refused)} of {len(chats)}: {len(refused)} {reason}"]
+
+
+def test_a_full_queue_is_another_reason_than_a_long_prompt(chats, replay):
+    burst = chats.replace(arrival_seconds=np.zeros(len(chats)), think_seconds=np.zeros(len(chats)))
+    result = replay_simulated(burst, with_engine(replay, max_waiting=3))
+    assert result.summary["reasons"]["refused"] == {"queue full: 3 requests waiting": len(chats) - 3}
+
+
+def test_the_speed_counts_what_was_simulated(chats, replay):
+    result = replay_simulated(chats, replace(replay, end_seconds=8.0))
+    facts = result.provenance
+    simulated = facts["requests_simulated_per_second"] * facts["simulated_in_seconds"]
+    assert simulated == pytest.approx(len(result.requests["row"]))
+    assert len(result.requests["row"]) < len(chats)
 
 
 def test_in_closed_loop_a_turn_comes_after_the_answer_before_and_the_thinking(chats, replay):
