@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from sb3_contrib import RecurrentPPO
 from sb3_contrib.common.recurrent.policies import RecurrentActorCriticPolicy
 from stable_baselines3 import PPO
+from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import VecEnv
@@ -56,7 +57,7 @@ def build_model(
     normalization: Normalization,
     seed: int,
 ) -> Model:
-    """PPO with new weights."""
+    """PPO with new weights. It logs nothing until it is given a logger."""
     ppo = config.ppo
     policy: dict[str, Any] = {
         "features_extractor_class": NormalizedFeatures,
@@ -69,7 +70,7 @@ def build_model(
     if ppo.recurrent:
         policy |= {"lstm_hidden_size": ppo.lstm_units, "enable_critic_lstm": False}
     kind = RecurrentPPO if ppo.recurrent else PPO
-    return kind(
+    model = kind(
         "MlpLstmPolicy" if ppo.recurrent else "MlpPolicy",
         env,
         learning_rate=ppo.learning_rate,
@@ -87,6 +88,9 @@ def build_model(
         seed=seed,
         device="cpu",
     )
+    # Without a logger of its own, `learn` makes one that leaves a folder in the system's temporary folder.
+    model.set_logger(Logger(folder=None, output_formats=[]))
+    return model
 
 
 def logits_and_values(policy: ActorCriticPolicy, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

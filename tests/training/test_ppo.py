@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import tempfile
 from functools import partial
 
 import gymnasium
@@ -127,6 +128,16 @@ def test_a_checkpoint_of_other_networks_is_refused(small, normalization, one_kno
     path.write_bytes(b"not a checkpoint")
     with pytest.raises(TrainingError, match="no checkpoint of this training"):
         load_checkpoint(other, path)
+
+
+def test_nothing_is_left_in_the_temporary_folder_of_the_system(
+    small, normalization, one_knob, tmp_path, monkeypatch
+):
+    system = tmp_path / "system"
+    system.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(system))
+    assert tune(build_model(small, one_knob, normalization, seed=1), tmp_path, 64)
+    assert list(system.iterdir()) == []
 
 
 def test_the_reward_shown_is_the_mean_of_the_rollout(small, normalization, tmp_path):
