@@ -380,9 +380,8 @@ def _compare(files: list[Path], out: Path) -> None:
 
 
 def _show(results: list[Any], console: Any) -> None:
-    from rich.table import Table
-
     from rich.markup import escape
+    from rich.table import Table
 
     from kvpilot.env.replay.report import figure_rows, unanswered
 

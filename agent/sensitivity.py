@@ -20,6 +20,7 @@ from kvpilot.env.replay.sim import SimReplay
 from kvpilot.env.traces.trace import Trace
 
 PLOTTED = ("hit rate", "TTFT p99", "inter-token p99", "goodput", "quality loss", "evictions")
+PARTIAL = "Partial: stopped before the end of the sweeps."
 IN_SECONDS = ("TTFT p50", "TTFT p99", "inter-token p99", "answer mean")
 
 
@@ -52,7 +53,9 @@ def run_sensitivity(trace: Trace, config: SensitivityConfig) -> int:
         interrupted = is_stopped()
     console.print(table(result, _regime(trace, config)))
     console.print("swept around " + ", ".join(f"{name}={value:g}" for name, value in result.best.items()))
-    console.print(_verdict(result))
+    if result.is_partial:
+        console.print(f"[yellow]{PARTIAL}[/]")
+    console.print(verdict(result))
     _write(result, trace, config)
     console.print(f"{config.out} and {config.out.with_suffix('.html')}")
     return 130 if interrupted else 0
@@ -69,20 +72,35 @@ def _regime(trace: Trace, config: SensitivityConfig) -> str:
 
 def table(result: Sensitivity, regime: str) -> Table:
     """Per metric and knob the range over the sweep; bold, and as a share of the highest, where it moves."""
-    shown = Table("", *result.sweeps, title=f"Lowest to highest as each knob alone is swept: {regime}")
+    heads = [_head(result, knob) for knob in result.sweeps]
+    shown = Table("", *heads, title=f"{_mark(result)}Lowest to highest as each knob alone is swept: {regime}")
     for label in METRICS:
         cells = []
         for knob in result.sweeps:
             low, high, change = result.movement(knob, label)
             text = f"{_format(label, low)} - {_format(label, high)}" if change else _format(label, high)
-            cells.append(f"[bold]{text}[/] ({100 * change:.0f} %)" if change > MOVES else f"[dim]{text}[/]")
+            moves = change > MOVES and knob not in result.unfinished
+            cells.append(f"[bold]{text}[/] ({100 * change:.0f} %)" if moves else f"[dim]{text}[/]")
         shown.add_row(label, *cells)
     return shown
 
 
-def _verdict(result: Sensitivity) -> str:
-    lines = []
-    for knob in result.sweeps:
+def _head(result: Sensitivity, knob: str) -> str:
+    done = result.unfinished.get(knob)
+    return f"{knob} ({done[0]} of {done[1]} values)" if done else knob
+
+
+def _mark(result: Sensitivity) -> str:
+    return f"{PARTIAL} " if result.is_partial else ""
+
+
+def verdict(result: Sensitivity) -> str:
+    """A line per knob; no conclusion from an unfinished sweep."""
+    lines = [
+        f"{knob}: no conclusion, {done} of {total} values were simulated"
+        for knob, (done, total) in result.unfinished.items()
+    ]
+    for knob in (knob for knob in result.sweeps if knob not in result.unfinished):
         moved = [label for label in METRICS if result.movement(knob, label)[2] > MOVES]
         lines.append(
             f"{knob} moves {', '.join(moved) if moved else 'nothing'} by more than {100 * MOVES:.0f} %"
@@ -106,18 +124,20 @@ def _write(result: Sensitivity, trace: Trace, config: SensitivityConfig) -> None
         "profile": config.replay.profile.name,
         "users": config.replay.users,
         "regime": _regime(trace, config),
+        "is_partial": result.is_partial,
+        "unfinished": {knob: {"done": n, "of": total} for knob, (n, total) in result.unfinished.items()},
         "best": result.best,
         "points": [asdict(point) for points in result.sweeps.values() for point in points],
     }
     text = json.dumps(values).replace("NaN", "null")
     try:
         config.out.write_text(text + "\n", encoding="utf-8")
-        _figure(result).write_html(config.out.with_suffix(".html"), include_plotlyjs=True)
+        page(result).write_html(config.out.with_suffix(".html"), include_plotlyjs=True)
     except OSError as error:
         raise KVPilotError(f"{error.filename} cannot be written: {error.strerror}") from error
 
 
-def _figure(result: Sensitivity) -> Any:
+def page(result: Sensitivity) -> Any:
     """A row per metric, a column per knob; the dot is where the other sweeps stand."""
     knobs = list(result.sweeps)
     figure = make_subplots(len(PLOTTED), max(len(knobs), 1), shared_yaxes=True, vertical_spacing=0.03)
@@ -138,8 +158,8 @@ def _figure(result: Sensitivity) -> Any:
             figure.update_xaxes(type="category", row=row, col=column)
         figure.update_yaxes(title_text=label, rangemode="tozero", row=row, col=1)
     for column, knob in enumerate(knobs, 1):
-        figure.update_xaxes(title_text=knob, row=len(PLOTTED), col=column)
+        figure.update_xaxes(title_text=_head(result, knob), row=len(PLOTTED), col=column)
     at = ", ".join(f"{name}={value:g}" for name, value in result.best.items())
     return figure.update_layout(
-        height=210 * len(PLOTTED), showlegend=False, title=f"Each knob alone, around {at}"
+        height=210 * len(PLOTTED), showlegend=False, title=f"{_mark(result)}Each knob alone, around {at}"
     )

@@ -54,10 +54,16 @@ class Movement(NamedTuple):
 
 @dataclass
 class Sensitivity:
-    """Sweeps of the last round, by knob, around `best`."""
+    """Sweeps of the last round, by knob, around `best`.
+
+    Where it was stopped, `is_partial`, and `unfinished` has the knobs whose sweeps are no base for a conclusion:
+    values simulated, and of how many.
+    """
 
     best: dict[str, float]
     sweeps: dict[str, list[Point]] = field(default_factory=dict)
+    is_partial: bool = False
+    unfinished: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def movement(self, knob: str, label: str) -> Movement:
         values = [v for point in self.sweeps[knob] if (v := point.metric(label)) == v]
@@ -123,6 +129,10 @@ def sweep(
                 break
             for knob, points in result.sweeps.items():
                 best[knob] = max(points, key=lambda p: score(p.summary, quality_weight)).value
+    sizes = {knob: len(grid_of(knob, config)) for knob in KNOB_NAMES}
+    counts = {knob: len(points) for knob, points in result.sweeps.items()}
+    result.is_partial = done < total
+    result.unfinished = {knob: (n, sizes[knob]) for knob, n in counts.items() if n < sizes[knob]}
     result.sweeps = {knob: points for knob, points in result.sweeps.items() if points}
     return result
 

@@ -71,6 +71,8 @@ def test_sensitivity_writes_table_and_plots(tmp_path, trace_file):
         "kv_level",
     }
     assert "kv_level moves" in output
+    assert values["is_partial"] is False
+    assert values["unfinished"] == {}
     assert "plotly" in out.with_suffix(".html").read_text().lower()
 
 

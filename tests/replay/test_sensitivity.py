@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvpilot.agent.sensitivity import page, table, verdict
 from kvpilot.engine.errors import KnobInvalidError
 from kvpilot.env.replay.sensitivity import METRICS, grid_of, sweep
 
@@ -15,6 +16,9 @@ def test_each_knob_is_swept_alone_and_what_moves_is_seen(chats, replay):
     for knob, points in result.sweeps.items():
         assert [point.value for point in points] == grid_of(knob, replay.engine)
         assert all(point.knobs == {**AT, knob: point.value} for point in points)
+    assert not result.is_partial
+    assert not result.unfinished
+    assert verdict(result).count(" moves ") == len(result.sweeps)
     assert seen[-1][0] == seen[-1][1] == sum(map(len, result.sweeps.values()))
     assert result.movement("kv_level", "hit rate").change > 0.1
     assert result.movement("kv_level", "quality loss").low == 0.0
@@ -36,6 +40,14 @@ def test_stopped_sweeps_hold_what_was_done(chats, replay):
         is_stopped=lambda: len(done) >= 2,
     )
     assert 2 <= sum(map(len, result.sweeps.values())) < 20
+    assert result.is_partial
+    assert result.unfinished
+    for knob, (number, total) in result.unfinished.items():
+        assert number == len(result.sweeps.get(knob, [])) < total
+        assert f"{knob}: no conclusion, {number} of {total} values" in verdict(result)
+        assert f"{knob} moves" not in verdict(result)
+    assert page(result).layout.title.text.startswith("Partial")
+    assert str(table(result, "somewhere").title).startswith("Partial")
 
 
 def test_knobs_out_of_bounds_are_refused(chats, replay):
