@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from kvpilot.agent import cli, trace_cli
 from kvpilot.agent.trace_report import make_charts, rows
+from kvpilot.engine.errors import KVPilotError
 from kvpilot.env.traces.compose import scale_arrivals
 from kvpilot.env.traces.files import write_trace
 from kvpilot.env.traces.readers import read_trace
@@ -25,6 +26,13 @@ FLAGS = {
 
 def call(*args: object):
     return CliRunner().invoke(cli.app, ["trace", *map(str, args)])
+
+
+def error_of(*args: object) -> str:
+    """What a call that fails says, as one of ours."""
+    done = call(*args)
+    assert isinstance(done.exception, KVPilotError), done.output
+    return str(done.exception)
 
 
 @pytest.mark.parametrize("name", FLAGS)
@@ -137,7 +145,11 @@ def test_convert_to_other_blocks(data, tmp_path):
     [
         (("info", "/nonexistent"), 1, "/nonexistent: no such file"),
         (("convert", "/nonexistent", "o.txt"), 1, "output='o.txt' is invalid"),
-        (("compose", "/nonexistent", "--combine", "blend", "-o", "o.jsonl"), 1, "combine='blend' is invalid"),
+        (
+            ("compose", "/nonexistent", "--combine", "blend", "-o", "o.jsonl"),
+            1,
+            "--combine='blend' is invalid",
+        ),
     ],
 )
 def test_what_is_wrong_is_one_line(args, code, says):
@@ -147,6 +159,113 @@ def test_what_is_wrong_is_one_line(args, code, says):
     assert says in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("link", [None, "symlink_to", "hardlink_to"])
+def test_a_source_is_never_overwritten(data, tmp_path, link):
+    source, target = tmp_path / "a.jsonl", tmp_path / ("a.jsonl" if link is None else "b.jsonl")
+    recorded = (data / "mooncake.jsonl").read_bytes()
+    source.write_bytes(recorded)
+    if link is not None:
+        getattr(target, link)(source)
+    spec = tmp_path / "s.toml"
+    spec.write_text("[[sources]]\nfile = 'a.jsonl'\n")
+    for command in (
+        ("convert", source, target),
+        ("compose", data / "azure.csv", source, "-o", target),
+        ("compose", data / "azure.csv", "--curve", source, "-o", target),
+        ("compose", "--spec", spec, "-o", target),
+        ("info", source, "--html", target),
+    ):
+        assert "is the same file as the source" in error_of(*command)
+    assert source.read_bytes() == target.read_bytes() == recorded
+
+
+def test_flags_beside_a_spec_are_refused_by_name(data, tmp_path):
+    spec = tmp_path / "s.toml"
+    spec.write_text(f"[[sources]]\nfile = '{data / 'azure.csv'}'\n")
+    out = tmp_path / "o.jsonl"
+    shown = call("compose", "--spec", spec, "--scale", 3, "--seed", 0, "--combine", "mix", "-o", out)
+    assert shown.exit_code == 2
+    for flag in ("--scale", "--seed", "--combine"):
+        assert flag in shown.stderr
+    assert not out.exists()
+    assert call("compose", "--spec", spec, "-o", out).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--shrink", 3), "--shrink=3 is invalid: expected a divisor of 512"),
+        (("--block-size", 100), "--block-size=100 is invalid"),
+        (("--format", "csv"), "--format='csv' is invalid"),
+        (("--window", "9000:9001"), "--window=[9000, 9001) is invalid"),
+        (("--max-tokens", 1), "--max-tokens=1 is invalid"),
+    ],
+)
+def test_errors_name_the_flag(data, tmp_path, flags, says):
+    assert error_of("compose", data / "mooncake.jsonl", *flags, "-o", tmp_path / "o.jsonl").startswith(says)
+
+
+def test_errors_of_a_spec_name_its_key(data, tmp_path):
+    spec = tmp_path / "s.toml"
+    for seed, key, says in ((0, "shrink = 3", "shrink=3 is invalid"), (-1, "", "seed=-1 is invalid")):
+        spec.write_text(f"seed = {seed}\n[[sources]]\nfile = '{data / 'mooncake.jsonl'}'\n{key}\n")
+        shown = error_of("compose", "--spec", spec, "-o", tmp_path / "o.jsonl")
+        assert shown.startswith(f"{spec}: {says}")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--seed", -1),
+        ("--scale", 0),
+        ("--scale", "nan"),
+        ("--sample", 1.5),
+        ("--session-rate", 0),
+        ("--shrink", 0),
+        ("--block-size", 0),
+        ("--switch-at", 5),
+        ("--combine", "switch"),
+        ("--combine", "switch", "--switch-at", 5, "--switch-at", 9),
+        ("--combine", "switch", "--switch-at", "nan"),
+        ("--curve-seconds", 60),
+    ],
+)
+def test_values_out_of_bounds_are_wrong_usage_and_name_the_flag(data, tmp_path, flags):
+    file = data / "mooncake.jsonl"
+    shown = call("compose", file, file, *flags, "-o", tmp_path / "o.jsonl")
+    assert shown.exit_code == 2
+    assert flags[-2] in shown.stderr
+
+
+@pytest.mark.parametrize("command", ["info", "convert", "compose"])
+def test_seeds_are_not_negative(data, tmp_path, command):
+    out = {"info": (), "convert": (tmp_path / "o.jsonl",), "compose": ("-o", tmp_path / "o.jsonl")}[command]
+    assert call(command, data / "mooncake.jsonl", *out, "--seed", -1).exit_code == 2
+
+
+def test_what_is_no_file_is_said(tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    for file, says in ((tmp_path, "is a folder"), ("/dev/null", "is a device"), (empty, "the file is empty")):
+        for command in (
+            ("info", file),
+            ("convert", file, tmp_path / "o.jsonl"),
+            ("compose", file, "-o", tmp_path / "o.jsonl"),
+        ):
+            assert says in error_of(*command)
+
+
+@pytest.mark.parametrize("page", ["none/page.html", "folder"])
+def test_the_page_is_checked_before_the_work(tmp_path, page):
+    (tmp_path / "folder").mkdir()
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("nonsense")
+    shown = call("info", bad, "--html", tmp_path / page)
+    assert shown.exit_code != 0
+    assert "folder" in shown.stderr + str(shown.exception)
+    assert "format" not in str(shown.exception)
 
 
 @pytest.mark.parametrize("args", [("--window", "5"), ("--sizes", "0"), ()])
