@@ -14,7 +14,7 @@ from rich.table import Table
 
 from kvpilot.agent.progress import progress_bar
 from kvpilot.engine.config import EngineConfig
-from kvpilot.engine.errors import KVPilotError
+from kvpilot.engine.errors import ConfigError, KVPilotError
 from kvpilot.engine.factory import build_engine
 from kvpilot.engine.kv.formats import PageShape
 from kvpilot.engine.kv.quality import quality_loss
@@ -51,10 +51,9 @@ def run_calibration(config: CalibrateConfig) -> int:
     console = Console()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    steps = None if config.fit_only is None else _earlier_steps(config.fit_only)
     loaded = load_model(config.model)
-    if config.fit_only is not None:
-        steps = read_steps(config.fit_only)
-    else:
+    if steps is None:
         finished, steps = _measure(config, loaded, console)
         if not finished:
             console.print(
@@ -99,6 +98,18 @@ def _measure(
     finally:
         log.close()
     return True, log.steps
+
+
+def _earlier_steps(path: Path) -> list[MeasuredStep]:
+    try:
+        steps = read_steps(path)
+    except OSError as error:
+        raise ConfigError(f"fit_only={str(path)!r} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise ConfigError(f"fit_only={str(path)!r} is invalid: expected measured steps, not binary") from None
+    if not steps:
+        raise ConfigError(f"fit_only={str(path)!r} is invalid: it holds no steps")
+    return steps
 
 
 def _fit(config: CalibrateConfig, loaded: LoadedModel, steps: list[MeasuredStep]) -> Fit:

@@ -68,6 +68,7 @@ SETTINGS = {  # what errors call by its name in the configuration, and the optio
     "prometheus.url": "prometheus-url",
     "counterfactual.trace": "counterfactual",
     "timeout_seconds": "timeout",
+    "fit_only": "fit-only",
     **{
         name: name.replace("_", "-")
         for name in (

@@ -1,0 +1,23 @@
+"""`autotune calibrate` as far as it goes without a model."""
+
+import pytest
+
+from kvpilot.agent.calibrate import CalibrateConfig, run_calibration
+from kvpilot.agent.cli import _in_options
+from kvpilot.engine.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(None, "cannot be read: No such file"), (b"", "it holds no steps"), (b"\xff\xfe", "not binary")],
+)
+def test_steps_that_cannot_be_fitted_are_refused_before_the_model_is_loaded(tmp_path, content, says):
+    steps = tmp_path / "steps.jsonl"
+    if content is not None:
+        steps.write_bytes(content)
+    config = CalibrateConfig(
+        out=tmp_path / "p.json", model=str(tmp_path / "no-model"), name="p", fit_only=steps
+    )
+    with pytest.raises(ConfigError, match=says) as caught:
+        run_calibration(config)
+    assert _in_options(str(caught.value)).startswith("--fit-only: fit_only=")
