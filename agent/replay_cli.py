@@ -65,14 +65,21 @@ def register(app: typer.Typer) -> None:
 
 
 def replay(
+    context: typer.Context,
     files: Annotated[
         list[Path],
         Argument(metavar="TRACE | --compare RESULT.json...", help="A trace; with --compare, results."),
     ],
     on: Annotated[str, Option(help="sim, or the URL of an OpenAI-compatible server.")] = "sim",
     out: Annotated[
-        Path, Option("--out", "-o", help="The result as JSON; the page lies beside it as .html.")
-    ] = Path("replay.json"),
+        Path | None,
+        Option(
+            "--out",
+            "-o",
+            help="The result as JSON, the page beside it as .html; with --compare, the page. "
+            "[default: replay.json; compared.html]",
+        ),
+    ] = None,
     compare: Annotated[bool, Option("--compare", help="Put results side by side.")] = False,
     slo_ttft: SloTtft = 5.0,
     slo_itl: SloItl = 0.1,
@@ -119,8 +126,10 @@ def replay(
     from kvpilot.env.replay.result import Slo
 
     if compare:
-        _compare(files, out)
+        _refuse_replay_options(context)
+        _compare(files, out or Path("compared.html"))
         return
+    out = out or Path("replay.json")
     if len(files) != 1:
         raise ConfigError(
             f"{len(files)} traces are invalid: expected one (`autotune trace compose` joins several)"
@@ -366,23 +375,42 @@ def _run(replay: Any, total: int, source: Path, out: Path) -> None:
 
 def _compare(files: list[Path], out: Path) -> None:
     from rich.console import Console
+    from rich.markup import escape
 
+    from kvpilot.env.replay.compare import names_of, page_of, warnings_of
     from kvpilot.env.replay.report import write_report
     from kvpilot.env.replay.result import read_result
 
     if len(files) < 2:
         raise ConfigError(f"--compare with {len(files)} result is invalid: expected two or more")
-    page = out.with_suffix(".html")
-    results = [(file.stem, read_result(file)) for file in files]
+    page = page_of(out, files)
+    results = [(name, read_result(file)) for name, file in zip(names_of(files), files, strict=True)]
     write_report(results, page)
-    _show(results, Console())
+    console = Console()
+    _show(results, console)
+    for warning in warnings_of(results):
+        console.print(f"[yellow]{escape(warning)}[/]")
     typer.echo(page)
+
+
+def _refuse_replay_options(context: typer.Context) -> None:
+    """They say how to replay, and --compare replays nothing."""
+    given = [
+        option.opts[0]
+        for option in context.command.params
+        if option.name not in ("files", "out", "compare")
+        and (source := context.get_parameter_source(option.name or ""))
+        and source.name == "COMMANDLINE"
+    ]
+    if given:
+        raise ConfigError(f"{', '.join(given)} with --compare: expected only results and --out")
 
 
 def _show(results: list[Any], console: Any) -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    from kvpilot.env.replay.compare import describe
     from kvpilot.env.replay.report import figure_rows, unanswered
 
     table = Table("", *(name for name, _ in results), *(["change"] if len(results) > 1 else []))
@@ -394,6 +422,8 @@ def _show(results: list[Any], console: Any) -> None:
         table.add_row(row.label, *row.values, *change)
     console.print(table)
     for name, result in results:
+        if len(results) > 1:
+            console.print(f"{escape(name)}: {escape(describe(result))}")
         answered = result.summary["status"].get("done", 0)
         whose = f"{escape(name)}: " if len(results) > 1 else ""
         for line in unanswered(result):
@@ -405,11 +435,10 @@ def _show(results: list[Any], console: Any) -> None:
 
 
 def check_out(out: Path, suffix: str) -> None:
-    """Before long work."""
-    if out.suffix != suffix:
-        raise ConfigError(f"out={str(out)!r} is invalid: expected a name that ends in {suffix}")
-    if not out.parent.is_dir():
-        raise ConfigError(f"out={str(out)!r} is invalid: there is no folder {out.parent}")
+    """Before long work. Raises ConfigError."""
+    from kvpilot.env.replay import compare
+
+    compare.check_out(out, suffix)
 
 
 def _parse_knobs(text: str | None) -> dict[str, float] | None:

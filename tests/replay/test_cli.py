@@ -96,6 +96,21 @@ def test_wrong_use_is_told_before_work(tmp_path, monkeypatch, trace_file, argume
     assert not list(tmp_path.glob("*.html"))
 
 
+def test_a_comparison_overwrites_no_page_of_its_inputs(tmp_path, monkeypatch, trace_file):
+    monkeypatch.chdir(tmp_path)
+    run("replay", trace_file, *SMALL)
+    run("replay", trace_file, *SMALL, "--out", "b.json")
+    before = (tmp_path / "replay.html").read_bytes()
+    run("replay", "--compare", "replay.json", "b.json")
+    assert (tmp_path / "compared.html").exists()
+    assert (tmp_path / "replay.html").read_bytes() == before
+    for out, message in (("b.html", "overwrite"), ("x.json", "ends in .html"), ("no/x.html", "no folder")):
+        with pytest.raises(KVPilotError, match=message):
+            run("replay", "--compare", "replay.json", "b.json", "--out", out)
+    with pytest.raises(KVPilotError, match="--users, --kv-level with"):
+        run("replay", "--compare", "replay.json", "b.json", "--kv-level", 1, "--users", 2)
+
+
 def test_comparing_one_result_is_refused(tmp_path):
     with pytest.raises(KVPilotError, match="two or more"):
         run("replay", "--compare", tmp_path / "a.json")
