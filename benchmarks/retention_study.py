@@ -8,6 +8,7 @@ retained pages that keep their precision (`frozen`). Everything else is the engi
 """
 
 import argparse
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from rich.table import Table
 
 from kvpilot.engine.config import Knobs
 from kvpilot.engine.engine import Engine
+from kvpilot.engine.errors import KVPilotError
 from kvpilot.engine.kv.cache import KVCache, Take
 from kvpilot.engine.kv.pool import Page, PageState
 from kvpilot.engine.request import Request
@@ -99,7 +101,7 @@ VARIANTS = (
 def measure(
     trace: Trace, users: int, num_pages: int, seconds: float, variant: Variant
 ) -> tuple[float, float, int, int]:
-    """Hit rate, mean seconds to the last token, requests answered, forced admissions."""
+    """Hit rate, mean seconds to the last token (NaN without answers), requests answered, forced admissions."""
     profile = load_profile(PROFILE)
     page_bytes = PAGE_TOKENS * 2 * 2 * 32 * 8 * 128
     config = profile.engine_config(
@@ -117,8 +119,9 @@ def measure(
     replay = SimReplay(profile=profile, engine=config, slo=Slo(), users=users, end_seconds=seconds)
     with _made_of(variant):
         summary = replay_simulated(trace, replay).summary
-    mean = summary["e2e_seconds"]["mean"]
-    return summary["hit_rate"], mean, summary["status"].get("done", 0), int(summary["evictions"]["starving"])
+    mean = summary["e2e_seconds"].get("mean", math.nan)
+    forced = summary.get("evictions", {}).get("starving", 0)
+    return summary["hit_rate"], mean, summary["status"].get("done", 0), int(forced)
 
 
 @contextmanager
@@ -130,21 +133,44 @@ def _made_of(variant: Variant) -> Iterator[None]:
         Engine.scheduler_class, Engine.cache_class = Scheduler, KVCache
 
 
+def minutes(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number > 0")
+    return value
+
+
+def load(text: str) -> tuple[int, int]:
+    """USERS:PAGES, both at least 1."""
+    users, _, pages = text.partition(":")
+    if not (users.isdecimal() and pages.isdecimal() and int(users) and int(pages)):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected USERS:PAGES, as 32:11000")
+    return int(users), int(pages)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("trace", type=Path, help="archive of agentic sessions")
-    parser.add_argument("--minutes", type=float, default=40.0, help="of simulated time, default 40")
+    parser.add_argument("--minutes", type=minutes, default=40.0, help="of simulated time, default 40")
     parser.add_argument(
         "--users-pages",
         nargs="+",
-        default=["16:8000", "32:16000", "32:11000", "48:22000"],
+        type=load,
+        default=[(16, 8000), (32, 16000), (32, 11000), (48, 22000)],
         help="users and pages of 64 tokens in the pool, as USERS:PAGES",
     )
     args = parser.parse_args()
-    trace = read_trace(args.trace, options=ReadOptions(seed=1))
-    loads = [tuple(map(int, load.split(":"))) for load in args.users_pages]
+    try:
+        study(args.trace, args.users_pages, 60 * args.minutes)
+    except KVPilotError as error:
+        parser.error(str(error))
+
+
+def study(path: Path, loads: list[tuple[int, int]], seconds: float) -> None:
+    """Prints a row per variant. Raises KVPilotError for a trace that cannot be read or has no think times."""
+    trace = read_trace(path, options=ReadOptions(seed=1))
     console = Console()
     table = Table(title="hit rate / mean seconds / answered (pages taken by the starving)")
     table.add_column("")
@@ -153,7 +179,7 @@ def main() -> None:
     for variant in track(VARIANTS, "variants", console=Console(stderr=True)):
         cells = []
         for users, pages in loads:
-            hits, mean, done, forced = measure(trace, users, pages, 60 * args.minutes, variant)
+            hits, mean, done, forced = measure(trace, users, pages, seconds, variant)
             cells.append(f"{hits:.2f} / {mean:.1f} / {done} ({forced})")
         table.add_row(variant.label, *cells)
     console.print(table)

@@ -15,6 +15,7 @@ import csv
 import io
 import json
 import pstats
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from pathlib import Path
 
 from kvpilot.engine import compiled
 from kvpilot.engine.config import Knobs
+from kvpilot.engine.errors import KVPilotError
 from kvpilot.env.replay.result import Slo
 from kvpilot.env.replay.sim import SimReplay, make_simulation
 from kvpilot.env.simulator.latency import load_profile
@@ -79,16 +81,34 @@ def vidur_result(trace: Trace, python: str) -> dict:
         return json.loads(done.stdout.splitlines()[-1])
 
 
+def at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number >= 1")
+    return int(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("trace", type=Path)
     parser.add_argument("--vidur-python", help="Python of an environment with `pip install vidur`")
-    parser.add_argument("--runs", type=int, default=3, help="the fastest counts")
+    parser.add_argument("--runs", type=at_least_one, default=3, help="the fastest counts")
     parser.add_argument("--quick", action="store_true", help="up to 10k requests only")
     parser.add_argument("--json", type=Path, help="write the figures")
     args = parser.parse_args()
+    if args.vidur_python and shutil.which(args.vidur_python) is None:
+        parser.error(f"--vidur-python {args.vidur_python}: no such program")
+    if args.json and (args.json.is_dir() or not args.json.parent.is_dir()):
+        parser.error(f"--json {args.json}: expected a file in a folder that exists")
+    try:
+        measure(args)
+    except KVPilotError as error:
+        parser.error(str(error))
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Prints the figures. Raises KVPilotError for a trace that cannot be read or replayed."""
     trace = sample_sessions(read_trace(args.trace), SAMPLE, seed=1)
     print(f"{len(trace)} requests, {trace.prompt_tokens.sum() / trace.duration_seconds:.0f} prompt tokens/s")
 
