@@ -15,11 +15,10 @@ if TYPE_CHECKING:
     from kvpilot.env.traces.trace import Trace
 
 MODELLING, TRAFFIC, SERVER = "Simulated engine", "Traffic", "Against a server"
-NUM_POINTS = 120
 DEFAULT_PROFILE = "h200-llama3-8b"
 
 Sample = Annotated[float, Option(help="Share of the sessions to keep.", rich_help_panel=TRAFFIC)]
-Seed = Annotated[int, Option(help="Of all that is drawn.", rich_help_panel=TRAFFIC)]
+Seed = Annotated[int, Option(min=0, help="Of all that is drawn.", rich_help_panel=TRAFFIC)]
 FileFormat = Annotated[
     str, Option("--format", help="auto, mooncake, agentic, azure, jsonl or parquet.", rich_help_panel=TRAFFIC)
 ]
@@ -27,11 +26,12 @@ SessionRate = Annotated[
     float, Option(help="Agentic archives: session starts per second.", rich_help_panel=TRAFFIC)
 ]
 MaxTokens = Annotated[
-    int | None, Option(help="Drop requests with more, prompt and reply together.", rich_help_panel=TRAFFIC)
+    int | None,
+    Option(min=1, help="Drop requests with more, prompt and reply together.", rich_help_panel=TRAFFIC),
 ]
 Users = Annotated[
     int | None,
-    Option(help="Closed loop: so many users take the sessions one by one.", rich_help_panel=TRAFFIC),
+    Option(min=1, help="Closed loop: so many users take the sessions one by one.", rich_help_panel=TRAFFIC),
 ]
 Seconds = Annotated[
     float | None, Option(help="Stop the clock here. [default: the end]", rich_help_panel=TRAFFIC)
@@ -43,7 +43,8 @@ PoolMb = Annotated[
     int | None, Option(min=1, help="KV pool in MiB. [default: the profile's]", rich_help_panel=MODELLING)
 ]
 PageSize = Annotated[
-    int | None, Option(help="Tokens per page. [default: the trace's blocks]", rich_help_panel=MODELLING)
+    int | None,
+    Option(min=2, help="Tokens per page. [default: the trace's blocks]", rich_help_panel=MODELLING),
 ]
 Eviction = Annotated[str, Option(help="lru, hazard, or belady, the oracle.", rich_help_panel=MODELLING)]
 Starvation = Annotated[
@@ -52,9 +53,9 @@ Starvation = Annotated[
 Ttl = Annotated[float, Option(help="Knob ttl_seconds.", rich_help_panel=MODELLING)]
 SizeFactor = Annotated[float, Option(help="Knob size_factor.", rich_help_panel=MODELLING)]
 MaxBatch = Annotated[
-    int | None, Option(help="Knob max_batch. [default: the profile's]", rich_help_panel=MODELLING)
+    int | None, Option(min=1, help="Knob max_batch. [default: the profile's]", rich_help_panel=MODELLING)
 ]
-KvLevel = Annotated[int, Option(help="Knob kv_level.", rich_help_panel=MODELLING)]
+KvLevel = Annotated[int, Option(min=0, help="Knob kv_level.", rich_help_panel=MODELLING)]
 SloTtft = Annotated[float, Option(help="A good request has its first token within so many seconds.")]
 SloItl = Annotated[float, Option(help="And so many seconds between two tokens, on the mean.")]
 
@@ -106,7 +107,9 @@ def replay(
     prompts: Annotated[
         str, Option(help="ids (token ids), words, or auto: what it takes.", rich_help_panel=SERVER)
     ] = "auto",
-    vocab_size: Annotated[int, Option(help="Token ids are drawn below.", rich_help_panel=SERVER)] = 30_000,
+    vocab_size: Annotated[
+        int, Option(min=2, help="Token ids are drawn below.", rich_help_panel=SERVER)
+    ] = 30_000,
     drain: Annotated[
         float, Option(help="Seconds to wait for the last answers.", rich_help_panel=SERVER)
     ] = 60.0,
@@ -123,6 +126,7 @@ def replay(
 
         autotune replay chats.parquet --on http://127.0.0.1:8000
     """
+    from kvpilot.env.replay.limits import check_number, window_of
     from kvpilot.env.replay.result import Slo
 
     if compare:
@@ -135,10 +139,14 @@ def replay(
             f"{len(files)} traces are invalid: expected one (`autotune trace compose` joins several)"
         )
     check_out(out, ".json")
+    check_number(drain, name="--drain", low=0.0)
+    _check_traffic(sample, session_rate, seconds)
+    if window is not None:
+        check_number(window, name="--window", above=0.0)
     slo = Slo(ttft_seconds=slo_ttft, inter_token_seconds=slo_itl)
     trace = _read(files[0], file_format, session_rate, sample, seed, max_tokens)
     end = seconds if seconds is not None else float("inf")
-    window_seconds = window or max(1.0, round(min(trace.duration_seconds, end) / NUM_POINTS, 1))
+    window_seconds = window_of(window, min(trace.duration_seconds, end), name="--window")
     if on == "sim":
         from kvpilot.env.replay.sim import SimReplay, replay_simulated
         from kvpilot.env.simulator.latency import load_profile
@@ -265,11 +273,14 @@ def sensitivity(
         autotune sensitivity --trace conversation.jsonl --sample 0.125 --pool-mb 40000
     """
     from kvpilot.agent.sensitivity import SensitivityConfig, run_sensitivity
+    from kvpilot.env.replay.limits import check_number
     from kvpilot.env.replay.result import Slo
     from kvpilot.env.replay.sim import SimReplay
     from kvpilot.env.simulator.latency import load_profile
 
     check_out(out, ".json")
+    check_number(quality_weight, name="--quality-weight", low=0.0)
+    _check_traffic(sample, session_rate, seconds)
     traffic = _read(trace, file_format, session_rate, sample, seed, max_tokens)
     loaded = load_profile(profile)
     engine = _engine(loaded, traffic, pool_mb, page_size, eviction, starvation_seconds, 0.0, 0.0, None, 0)
@@ -293,6 +304,16 @@ def sensitivity(
 
 
 # ---------------------------------------------------------------------- parts
+def _check_traffic(sample: float, session_rate: float, seconds: float | None) -> None:
+    """Options that typer's bounds cannot hold: they let nan pass."""
+    from kvpilot.env.replay.limits import check_number
+
+    check_number(sample, name="--sample", above=0.0)
+    check_number(session_rate, name="--session-rate", above=0.0)
+    if seconds is not None:
+        check_number(seconds, name="--seconds", above=0.0)
+
+
 def _read(
     path: Path, file_format: str, session_rate: float, sample: float, seed: int, max_tokens: int | None
 ) -> "Trace":
@@ -322,17 +343,22 @@ def _engine(
     from kvpilot.engine.config import Knobs
 
     known = profile.engine_config()
+    ceiling = known.max_batch_ceiling
+    if max_batch is not None and max_batch > ceiling:
+        raise ConfigError(
+            f"--max-batch={max_batch} is invalid: expected at most {ceiling}, "
+            f"the max_batch_ceiling of profile {profile.name!r}"
+        )
     changes = {} if pool_mb is None else {"pool_bytes": pool_mb << 20}
     return profile.engine_config(
         **changes,
-        page_size=page_size or trace.block_size,
+        page_size=trace.block_size if page_size is None else page_size,
         eviction=eviction,
         starvation_seconds=starvation_seconds,
-        max_batch_ceiling=max(known.max_batch_ceiling, max_batch or 1),
         knobs=Knobs(
             ttl_seconds=ttl,
             size_factor=size_factor,
-            max_batch=max_batch or known.knobs.max_batch,
+            max_batch=known.knobs.max_batch if max_batch is None else max_batch,
             kv_level=kv_level,
         ),
     )

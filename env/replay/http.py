@@ -14,6 +14,7 @@ import httpx
 
 from kvpilot.engine.errors import ConfigError, KVPilotError
 from kvpilot.engine.stats import StatsSnapshot
+from kvpilot.env.replay.limits import check_number
 from kvpilot.env.replay.result import CUT_OFF, DONE, FAILED, REFUSED, REQUEST_COLUMNS, ReplayResult
 from kvpilot.env.replay.summary import summarize
 from kvpilot.env.replay.synthetic import SyntheticText
@@ -51,6 +52,11 @@ class HttpReplay:
             raise ConfigError(f"url={self.url!r} is invalid: expected sim, http://... or https://...")
         if self.prompts not in ("auto", "ids", "words"):
             raise ConfigError(f"prompts={self.prompts!r} is invalid: expected auto, ids or words")
+        check_number(self.window_seconds, name="window_seconds", above=0.0)
+        check_number(self.end_seconds, name="end_seconds", above=0.0, may_be_inf=True)
+        check_number(self.drain_seconds, name="drain_seconds", low=0.0)
+        check_number(self.vocab_size, name="vocab_size", low=2)
+        check_number(self.seed, name="seed", low=0)
 
 
 @dataclass

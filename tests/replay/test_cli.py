@@ -87,6 +87,16 @@ def test_sensitivity_writes_table_and_plots(tmp_path, trace_file):
         (["--slo-ttft", "0"], "slo ttft_seconds"),
         (["--eviction", "belady", "--users", "2"], "belady"),
         (["--kv-level", "7"], "kv_level"),
+        (["--window", "0"], "--window=0 "),
+        (["--window", "nan"], "--window=nan "),
+        (["--window", "0.0001"], "at most 10,000"),
+        (["--seconds", "0"], "--seconds=0 "),
+        (["--seconds", "-5"], "--seconds=-5 "),
+        (["--seconds", "nan"], "--seconds=nan "),
+        (["--sample", "nan"], "--sample=nan "),
+        (["--session-rate", "-1"], "--session-rate=-1 "),
+        (["--drain", "nan"], "--drain=nan "),
+        (["--max-batch", "300"], "--max-batch=300 .* at most 256, the max_batch_ceiling"),
     ],
 )
 def test_wrong_use_is_told_before_work(tmp_path, monkeypatch, trace_file, arguments, message):
@@ -109,6 +119,31 @@ def test_a_comparison_overwrites_no_page_of_its_inputs(tmp_path, monkeypatch, tr
             run("replay", "--compare", "replay.json", "b.json", "--out", out)
     with pytest.raises(KVPilotError, match="--users, --kv-level with"):
         run("replay", "--compare", "replay.json", "b.json", "--kv-level", 1, "--users", 2)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--page-size", 0),
+        ("--max-batch", 0),
+        ("--seed", -1),
+        ("--users", 0),
+        ("--max-tokens", 0),
+        ("--kv-level", -1),
+        ("--pool-mb", 0),
+        ("--vocab-size", 1),
+    ],
+)
+def test_whole_numbers_out_of_range_are_refused(trace_file, option, value):
+    result = CliRunner().invoke(app, ["replay", str(trace_file), option, str(value)])
+    assert result.exit_code == 2
+    assert option in result.output
+
+
+@pytest.mark.parametrize("weight", ["nan", "-1"])
+def test_a_quality_weight_is_a_number_of_at_least_0(tmp_path, trace_file, weight):
+    with pytest.raises(KVPilotError, match=f"--quality-weight={weight} "):
+        run("sensitivity", "--trace", trace_file, "--quality-weight", weight, "--out", tmp_path / "s.json")
 
 
 def test_comparing_one_result_is_refused(tmp_path):
