@@ -1,5 +1,6 @@
 """The charts of a replay, as plotly JSON; several replays share axes and have a colour each."""
 
+from colorsys import hls_to_rgb
 from itertools import zip_longest
 from statistics import median
 from typing import Any
@@ -12,7 +13,8 @@ from kvpilot.env.replay.result import ReplayResult
 Figure = dict[str, Any]
 Named = tuple[str, ReplayResult]
 
-COLORS = ("#1d4e89", "#c8551b", "#3c8d5a", "#7d4f9e")
+COLORS = ("#1d4e89", "#c8551b", "#3c8d5a", "#7d4f9e", "#b3261e", "#1b9aaa", "#8a6d1d", "#d0468c")
+GOLDEN = 0.618034  # of a turn: hues far from all before
 LEVEL_COLORS = {"bf16": "#1d4e89", "fp32": "#1d4e89", "int8": "#4f9d9d", "fp8": "#4f9d9d", "int4": "#f2b134"}
 STATE_COLORS = {"live": "#1d4e89", "retained": "#4f9d9d", "unprotected": "#c9c9bd"}
 CAUSE_COLORS = {
@@ -27,6 +29,15 @@ END_NOTE = "At the end of each window."
 GIB = 2.0**30
 MEDIAN_BINS = 60
 CDF_POINTS = 200
+
+
+def color_of(number: int) -> str:
+    """Of the replay of this number, from 0: no two are equal."""
+    if number < len(COLORS):
+        return COLORS[number]
+    turn = number - len(COLORS)
+    channels = hls_to_rgb(turn * GOLDEN % 1.0, 0.3 + 0.1 * (turn % 3), 0.55)
+    return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
 
 
 def make_charts(results: list[Named]) -> list[Figure]:
@@ -78,7 +89,7 @@ def _of_one(named: Named, number: int, *, with_name: bool) -> list[Figure]:
     for knob in knobs[0]:
         values = [row[knob] for row in knobs]
         if len(set(values)) > 1:
-            line = {"shape": "hv", "color": COLORS[number % len(COLORS)], "width": 2}
+            line = {"shape": "hv", "color": color_of(number), "width": 2}
             trace = {
                 "type": "scatter",
                 "mode": "lines",
@@ -94,7 +105,7 @@ def _of_one(named: Named, number: int, *, with_name: bool) -> list[Figure]:
 def _dots(results: list[Named], field: str, title: str, note: str) -> Figure:
     traces, shown = [], []
     for k, (name, result) in enumerate(results):
-        color, columns = COLORS[k % len(COLORS)], result.requests
+        color, columns = color_of(k), result.requests
         points = [
             (at, value)
             for at, value in zip(columns["arrival_seconds"], columns[field], strict=True)
@@ -135,7 +146,7 @@ def _cdf(results: list[Named], field: str, title: str, name: str) -> Figure:
         shares = np.linspace(0, 1, CDF_POINTS)
         x = [float(f"{v:.5g}") for v in np.quantile(values, shares)]
         shown += [v for v in x if v > 0]
-        line = {"color": COLORS[k % len(COLORS)], "width": 2.5}
+        line = {"color": color_of(k), "width": 2.5}
         trace = {"type": "scatter", "mode": "lines", "x": x, "y": shares.round(4).tolist(), "line": line}
         traces.append({**trace, "name": label})
     figure = _figure(name, title, "Of those that were answered. Logarithmic.", traces, "")
@@ -149,7 +160,7 @@ def _lines(results: list[Named], name: str, title: str, note: str, unit: str, se
     for k, (label, result) in enumerate(results):
         if not result.windows:
             continue
-        line = {"color": COLORS[k % len(COLORS)], "width": 2}
+        line = {"color": color_of(k), "width": 2}
         x, y = result.windows["end_seconds"], _known(series(result.windows))
         traces.append({"type": "scatter", "mode": "lines", "x": x, "y": y, "line": line, "name": label})
     figure = _figure(name, title, note, traces, unit)

@@ -11,7 +11,8 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from kvpilot.engine.errors import KVPilotError
-from kvpilot.env.replay.charts import COLORS, Named, make_charts
+from kvpilot.env.replay.charts import Named, color_of, make_charts
+from kvpilot.env.replay.compare import describe, warnings_of
 from kvpilot.env.replay.result import CUT_OFF, DONE, FAILED, REFUSED, ReplayResult
 
 
@@ -77,11 +78,13 @@ def render(results: list[Named]) -> str:
     environment.filters["seconds"] = format_seconds
     return environment.from_string(template).render(
         results=results,
-        colors=COLORS,
+        colors=[color_of(number) for number in range(len(results))],
         rows=rows,
         tiles=rows[:NUM_TILES],
         settings=setting_rows(results),
         unanswered=unanswered,
+        describe=describe,
+        warnings=warnings_of(results),
         charts=charts,
         chart_json=Markup(json.dumps(charts, allow_nan=False).replace("<", "\\u003c")),
         plotly=Markup(get_plotlyjs()),

@@ -76,12 +76,27 @@ def read_result(path: Path) -> ReplayResult:
         raise ReplayFormError(f"{path} cannot be read: {error.strerror}") from error
     except (KeyError, TypeError, AttributeError, ConfigError, json.JSONDecodeError) as error:
         raise ReplayFormError(f"{path} is not the result of a replay: {error}") from error
+    _check_tables(path, result)
     missing = [name for name in REQUEST_COLUMNS if name not in result.requests]
     if missing or len({len(column) for column in result.requests.values()}) != 1:
         raise ReplayFormError(
             f"{path}: field requests is malformed: missing columns {missing}, or unequal lengths"
         )
     return result
+
+
+def _check_tables(path: Path, result: ReplayResult) -> None:
+    """What every reader relies on. Raises ReplayFormError."""
+    for name in ("trace", "config", "requests", "windows", "summary", "provenance"):
+        if not isinstance(getattr(result, name), dict):
+            raise ReplayFormError(f"{path}: field {name} is malformed: expected an object")
+    summary = result.summary
+    shapes = {"requests": int, "seconds": int | float, "status": dict}
+    wrong = [name for name, shape in shapes.items() if not isinstance(summary.get(name), shape)]
+    if wrong:
+        raise ReplayFormError(f"{path}: field summary is malformed: it lacks {', '.join(wrong)}")
+    if not all(isinstance(column, list) for column in result.requests.values()):
+        raise ReplayFormError(f"{path}: field requests is malformed: expected columns")
 
 
 def _clean(value: Any) -> Any:

@@ -3,12 +3,17 @@
 import json
 import re
 from dataclasses import replace
+from html import unescape
+from pathlib import Path
 
 import pytest
 
 from kvpilot.engine.config import Knobs
 from kvpilot.env.replay.axes import MAX_TICKS, log_axis
+from kvpilot.env.replay.charts import color_of
+from kvpilot.env.replay.compare import describe, names_of, warnings_of
 from kvpilot.env.replay.report import figure_rows, render
+from kvpilot.env.replay.result import Slo
 from kvpilot.env.replay.sim import replay_simulated
 
 
@@ -60,6 +65,50 @@ def test_results_without_windows_or_answers_are_shown(results):
         summary={"requests": 0, "seconds": 0.0, "status": {}},
     )
     assert charts_of(render([("empty", empty)])) == []
+
+
+def test_every_one_of_many_results_has_its_own_colour(results):
+    assert len({color_of(number) for number in range(40)}) == 40
+    page = render([(f"r{number}", results[0]) for number in range(6)])
+    assert all(f'style="background: {color_of(number)}"' in page for number in range(6))
+    lines = [
+        trace["line"]["color"]
+        for chart in charts_of(page)
+        if chart["id"] == "hit-rate"
+        for trace in chart["traces"]
+    ]
+    assert lines == [color_of(number) for number in range(6)]
+
+
+def test_the_header_says_in_words_what_was_replayed(results):
+    text = describe(results[1])
+    assert "kv_level=2" in text
+    assert "eviction lru" in text
+    assert "GiB in pages of 8 tokens" in text
+    assert f"of {len(results[1].requests['row'])} requests" in text
+    assert text in render([("a", results[0]), ("b", results[1])])
+    large = {**results[0].config, "engine": {**results[0].config["engine"], "pool_bytes": 100 << 30}}
+    assert "pool of 100 GiB" in describe(replace(results[0], config=large))
+
+
+def test_other_traffic_and_another_slo_are_warned_of(results, chats, replay):
+    named = [("a", results[0]), ("b", results[1])]
+    assert warnings_of(named) == []
+    coarse = replay_simulated(chats, replace(replay, engine=replay.engine.with_(page_size=16)))
+    assert warnings_of([named[0], ("pages", coarse)]) == []
+    other = replace(results[1], trace={**results[1].trace, "name": "other.jsonl"})
+    (line,) = warnings_of([*named, ("c", other)])
+    assert line.startswith("c replays other traffic than a")
+    assert line in unescape(render([*named, ("c", other)]))
+    strict = replace(results[1], slo=Slo(ttft_seconds=0.1))
+    assert "another SLO" in warnings_of([named[0], ("strict", strict)])[0]
+
+
+def test_equal_stems_are_told_apart_by_their_folders():
+    assert names_of([Path("a/x.json"), Path("b/x.json"), Path("c/y.json")]) == ["a/x", "b/x", "y"]
+    assert names_of([Path("a/c/x.json"), Path("b/c/x.json")]) == ["a/c/x", "b/c/x"]
+    assert names_of([Path("x.json"), Path("y.json")]) == ["x", "y"]
+    assert len(set(names_of([Path("x.json"), Path("x.json")]))) == 2
 
 
 def test_partial_results_say_so(results):

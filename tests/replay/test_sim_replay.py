@@ -1,5 +1,6 @@
 """A simulated replay: every request accounted for, windows that add up, and what the options do."""
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 
@@ -148,6 +149,15 @@ def test_results_are_written_and_read_back(tmp_path, chats, replay):
     assert again.requests["ttft_seconds"] == pytest.approx(result.requests["ttft_seconds"], rel=1e-6)
     assert again.slo == Slo(ttft_seconds=0.2, inter_token_seconds=0.05)
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
+
+
+@pytest.mark.parametrize("change", [{"summary": {}}, {"summary": 3}, {"requests": {}}, {"windows": None}])
+def test_results_that_lack_a_part_are_refused(tmp_path, chats, replay, change):
+    replay_simulated(chats, replay).write(tmp_path / "r.json")
+    values = json.loads((tmp_path / "r.json").read_text()) | change
+    (tmp_path / "r.json").write_text(json.dumps(values))
+    with pytest.raises(ReplayFormError, match=next(iter(change))):
+        read_result(tmp_path / "r.json")
 
 
 @pytest.mark.parametrize(
