@@ -126,7 +126,7 @@ def replay(
 
         autotune replay chats.parquet --on http://127.0.0.1:8000
     """
-    from kvpilot.env.replay.limits import check_number, window_of
+    from kvpilot.env.replay.limits import check_losses, check_number, window_of
     from kvpilot.env.replay.result import Slo
 
     if compare:
@@ -173,6 +173,7 @@ def replay(
             end_seconds=end,
             seed=seed,
         )
+        check_losses(simulated.quality_loss, engine.ladder, kv_level, source=loaded.name)
         _run(lambda **options: replay_simulated(trace, simulated, **options), len(trace), files[0], out)
         return
     from kvpilot.env.replay.http import HttpReplay, replay_http
@@ -273,7 +274,7 @@ def sensitivity(
         autotune sensitivity --trace conversation.jsonl --sample 0.125 --pool-mb 40000
     """
     from kvpilot.agent.sensitivity import SensitivityConfig, run_sensitivity
-    from kvpilot.env.replay.limits import check_number
+    from kvpilot.env.replay.limits import check_losses, check_number
     from kvpilot.env.replay.result import Slo
     from kvpilot.env.replay.sim import SimReplay
     from kvpilot.env.simulator.latency import load_profile
@@ -292,6 +293,7 @@ def sensitivity(
         end_seconds=seconds if seconds is not None else float("inf"),
         seed=seed,
     )
+    check_losses(replay.quality_loss, engine.ladder, len(engine.ladder) - 1, source=loaded.name)
     config = SensitivityConfig(
         replay=replay,
         out=out,

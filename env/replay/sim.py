@@ -12,7 +12,7 @@ from kvpilot.engine.errors import ConfigError
 from kvpilot.engine.kv.quality import quality_loss
 from kvpilot.engine.request import FinishReason, Request
 from kvpilot.engine.stats import StatsSnapshot
-from kvpilot.env.replay.limits import check_number
+from kvpilot.env.replay.limits import check_costs, check_number, check_pool
 from kvpilot.env.replay.result import CUT_OFF, DONE, FAILED, REFUSED, REQUEST_COLUMNS, ReplayResult
 from kvpilot.env.replay.summary import summarize
 from kvpilot.env.replay.windows import window_columns
@@ -43,6 +43,9 @@ class SimReplay:
         check_number(self.window_seconds, name="window_seconds", above=0.0)
         check_number(self.end_seconds, name="end_seconds", above=0.0, may_be_inf=True)
         check_number(self.seed, name="seed", low=0)
+        check_costs(self.profile, self.engine.ladder)
+        if self.profile.model is not None:
+            check_pool(self.engine, self.profile.model)
         if self.users is not None and self.users < 1:
             raise ConfigError(f"users={self.users!r} is invalid: expected >= 1")
         if self.users is not None and self.engine.eviction == "belady":

@@ -1,6 +1,7 @@
 """`autotune replay` and `autotune sensitivity`, from the command line to the files."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -138,6 +139,19 @@ def test_whole_numbers_out_of_range_are_refused(trace_file, option, value):
     result = CliRunner().invoke(app, ["replay", str(trace_file), option, str(value)])
     assert result.exit_code == 2
     assert option in result.output
+
+
+def test_absurd_pools_and_profiles_without_losses_are_refused(tmp_path, replay, trace_file):
+    with pytest.raises(KVPilotError, match="--pool-mb"):
+        run("replay", trace_file, "--pool-mb", 10**15, "--out", tmp_path / "a.json")
+    path = tmp_path / "mine.json"
+    replace(replay.profile, quality_loss={"int8": 0.001}).write(path)
+    options = ["--profile", path, "--pool-mb", 1, "--out", tmp_path / "a.json"]
+    run("replay", trace_file, *options, "--kv-level", 1)
+    with pytest.raises(KVPilotError, match="no quality_loss for int4"):
+        run("replay", trace_file, *options, "--kv-level", 2)
+    with pytest.raises(KVPilotError, match="no quality_loss for int4"):
+        run("sensitivity", "--trace", trace_file, *options)
 
 
 @pytest.mark.parametrize("weight", ["nan", "-1"])
