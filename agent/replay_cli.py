@@ -439,9 +439,11 @@ def _show(results: list[Any], console: Any) -> None:
     from rich.table import Table
 
     from kvpilot.env.replay.compare import describe
-    from kvpilot.env.replay.report import figure_rows, unanswered
+    from kvpilot.env.replay.report import change_title, figure_rows, unanswered
 
-    table = Table("", *(name for name, _ in results), *(["change"] if len(results) > 1 else []))
+    table = Table(
+        "", *(name for name, _ in results), *([change_title(len(results))] if len(results) > 1 else [])
+    )
     for column in table.columns[1:]:
         column.justify = "right"
     style = {"good": "green", "bad": "red", "even": "dim"}

@@ -38,18 +38,22 @@ def check_out(out: Path, suffix: str) -> None:
 
 
 def names_of(files: Sequence[Path]) -> list[str]:
-    """Stems; equal ones with as many folders before them as tell them apart."""
-    parts = [file.resolve().with_suffix("").parts for file in files]
-    names = [file.stem for file in files]
-    depth = 1
-    while depth < max(map(len, parts)) and any(number > 1 for number in Counter(names).values()):
-        depth += 1
-        seen = Counter(names)
-        deeper = ["/".join(part[-depth:]) for part in parts]
-        names = [long if seen[short] > 1 else short for short, long in zip(names, deeper, strict=True)]
-    seen = Counter(names)
-    numbered = [f"{name} ({k})" for k, name in enumerate(names, 1)]  # the same file twice
-    return [long if seen[short] > 1 else short for short, long in zip(names, numbered, strict=True)]
+    """Stems; equal ones with as many folders before them as tell them apart, the same file again with a number."""
+    paths = [file.resolve() for file in files]
+    names = {path: path.stem for path in paths}
+    for depth in range(2, max(len(path.parts) for path in paths)):
+        seen = Counter(names.values())
+        if len(seen) == len(names):
+            break
+        names = {
+            path: name if seen[name] == 1 else "/".join(path.with_suffix("").parts[1:][-depth:])
+            for path, name in names.items()
+        }
+    times = [paths[: k + 1].count(path) for k, path in enumerate(paths)]
+    return [
+        names[path] if time == 1 else f"{names[path]} ({time})"
+        for path, time in zip(paths, times, strict=True)
+    ]
 
 
 def describe(result: ReplayResult) -> str:

@@ -83,6 +83,7 @@ def render(results: list[Named]) -> str:
         tiles=rows[:NUM_TILES],
         settings=setting_rows(results),
         unanswered=unanswered,
+        change=change_title(len(results)),
         describe=describe,
         warnings=warnings_of(results),
         charts=charts,
@@ -113,6 +114,10 @@ def unanswered(result: ReplayResult) -> list[str]:
             why = ", ".join(f"{number:,} {reason}" for reason, number in reasons.items())
             lines.append(f"{status} {count:,} of {summary['requests']:,}" + (f": {why}" if why else ""))
     return lines
+
+
+def change_title(num_results: int) -> str:
+    return "change" if num_results == 2 else "change, first to last"
 
 
 def setting_rows(results: list[Named]) -> list[tuple[str, list[str]]]:

@@ -108,7 +108,8 @@ def test_equal_stems_are_told_apart_by_their_folders():
     assert names_of([Path("a/x.json"), Path("b/x.json"), Path("c/y.json")]) == ["a/x", "b/x", "y"]
     assert names_of([Path("a/c/x.json"), Path("b/c/x.json")]) == ["a/c/x", "b/c/x"]
     assert names_of([Path("x.json"), Path("y.json")]) == ["x", "y"]
-    assert len(set(names_of([Path("x.json"), Path("x.json")]))) == 2
+    assert names_of([Path("x.json"), Path("y.json"), Path("x.json")]) == ["x", "y", "x (2)"]
+    assert names_of([Path("/x.json"), Path("/y/x.json")]) == ["x", "y/x"]
 
 
 def test_partial_results_say_so(results):
