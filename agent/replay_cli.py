@@ -373,6 +373,7 @@ def _run(replay: Any, total: int, source: Path, out: Path) -> None:
     from importlib.metadata import version
 
     from rich.console import Console
+    from rich.markup import escape
 
     from kvpilot.agent.progress import progress_bar
     from kvpilot.env.replay.interrupt import interruptible
@@ -396,7 +397,7 @@ def _run(replay: Any, total: int, source: Path, out: Path) -> None:
     _show([(out.stem, result)], console)
     if result.is_partial:
         console.print("[yellow]stopped before the end of the trace: these are the figures until then[/]")
-    console.print(f"{out} and {page}")
+    console.print(escape(f"{out} and {page}"))
     if interrupted:
         raise typer.Exit(130)
 
@@ -442,7 +443,9 @@ def _show(results: list[Any], console: Any) -> None:
     from kvpilot.env.replay.report import change_title, figure_rows, unanswered
 
     table = Table(
-        "", *(name for name, _ in results), *([change_title(len(results))] if len(results) > 1 else [])
+        "",
+        *(escape(name) for name, _ in results),
+        *([change_title(len(results))] if len(results) > 1 else []),
     )
     for column in table.columns[1:]:
         column.justify = "right"

@@ -160,6 +160,12 @@ def test_a_quality_weight_is_a_number_of_at_least_0(tmp_path, trace_file, weight
         run("sensitivity", "--trace", trace_file, "--quality-weight", weight, "--out", tmp_path / "s.json")
 
 
+def test_names_with_brackets_are_shown_as_they_are(tmp_path, trace_file):
+    output = run("replay", trace_file, *SMALL, "--out", tmp_path / "a[red].json")
+    assert "a[red]" in output.splitlines()[2]
+    assert "a[red].html" in "".join(output.split())
+
+
 def test_comparing_one_result_is_refused(tmp_path):
     with pytest.raises(KVPilotError, match="two or more"):
         run("replay", "--compare", tmp_path / "a.json")
