@@ -1,6 +1,6 @@
 """Real servers for the tests that need one: Prometheus (`.ci/install-prometheus`) and an OTLP receiver.
 
-Imports the standard library and pytest only: this file is loaded on GPU machines too.
+Needs the standard library and pytest only: this file is loaded on GPU machines too.
 """
 
 import json
@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
@@ -18,6 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+with suppress(ImportError):  # how long an example takes says something about the machine only
+    import hypothesis
+
+    hypothesis.settings.register_profile("kvpilot", deadline=None)
+    hypothesis.settings.load_profile("kvpilot")
 
 PROGRAMS = ("prometheus", "promtool")
 Probe = Callable[[], Any]
