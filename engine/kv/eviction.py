@@ -13,7 +13,13 @@ from kvpilot.engine.kv.pool import Page
 
 
 class EvictionPolicy(Protocol):
-    """Pages of one `bucket` keep the order of `order` while they are idle; `value` compares across buckets."""
+    """Pages of one `bucket` keep the order of `order` while they are idle; `value` compares across buckets.
+
+    With `judges_both_ends` the page that became idle last is compared too: where a return grows likelier with time,
+    a cache too small for all keeps some pages long enough rather than all of them too short.
+    """
+
+    judges_both_ends: bool
 
     def bucket(self, page: Page) -> int: ...
 
@@ -32,6 +38,8 @@ class EvictionPolicy(Protocol):
 
 class LruPolicy:
     """Least recently used first."""
+
+    judges_both_ends = False
 
     def bucket(self, page: Page) -> int:
         return 0
@@ -57,6 +65,8 @@ class HazardPolicy:
     smoothing). Spells are remembered by hash beyond the release of their pages, so that what was evicted too
     early is seen to return.
     """
+
+    judges_both_ends = True
 
     TURN_CLASSES = 6
     LENGTH_BOUNDS = (512, 4096, 32768)  # prompt tokens
@@ -151,6 +161,7 @@ class IdleQueue:
         self._new: dict[int, list[_Key]] | None = (
             None  # negated, the most valuable on top; made when first needed
         )
+        self._latest: dict[int, list[tuple[float, int]]] | None = {} if policy.judges_both_ends else None
 
     def add(self, page: Page) -> None:
         bucket, order, rank = self._policy.bucket(page), self._policy.order(page), page.idle_rank
@@ -167,6 +178,8 @@ class IdleQueue:
         if self._new is not None:
             heap = self._new.setdefault(bucket, [])
             heapq.heappush(heap, -rank if self._is_ranked else (-order, -rank))
+        if self._latest is not None:
+            heapq.heappush(self._latest.setdefault(bucket, []), (-page.last_use, rank))
 
     def remove(self, page: Page) -> None:
         del self.pages[page.idle_rank]
@@ -175,7 +188,15 @@ class IdleQueue:
         """The least valuable page; within a bucket, of equal order, the one idle longest."""
         if not self.pages:
             return None
-        return self._extreme(self._old, 1, now)
+        page = self._extreme(self._old, 1, now)
+        if self._latest is None or page is None:
+            return page
+        pages = [page]
+        for heap in self._latest.values():
+            head = self._latest_head(heap)
+            if head is not None:
+                pages.append(head)
+        return extreme_page(self._policy, pages, now, True)
 
     def last(self, now: float) -> Page | None:
         """The most valuable page; within a bucket, of equal order, the one idle shortest."""
@@ -184,6 +205,18 @@ class IdleQueue:
         if self._new is None:
             self._new = {bucket: sorted(map(_negated, heap)) for bucket, heap in self._old.items()}
         return self._extreme(self._new, -1, now)
+
+    def _latest_head(self, heap: list[tuple[float, int]]) -> Page | None:
+        """Of the pages that became idle last, the leaf: it goes before its parents from this end too."""
+        pages = self.pages
+        if len(heap) > 64 + 4 * len(pages):
+            heap[:] = sorted({key for key in heap if key[1] in pages})
+        while heap:
+            page = pages.get(heap[0][1])
+            if page is not None:
+                return page
+            heapq.heappop(heap)
+        return None
 
     def _leave_ranks(self) -> None:
         self._is_ranked = False

@@ -14,6 +14,8 @@ class BeladyPolicy:
     matter to the order, all of them are due. Leave out of `trace` what the engine will refuse: its uses stay due.
     """
 
+    judges_both_ends = False
+
     def __init__(self, trace: Trace) -> None:
         self._uses: dict[int, list[float]] = {}  # arrivals of the requests with a block, in order
         offsets, ids = trace.block_offsets.tolist(), trace.block_ids.tolist()

@@ -93,6 +93,25 @@ class TestHazard(EvictionConformance):
         assert policy.return_probability(policy.bucket(returning), 5.0) > 0.9
         assert policy.return_probability(policy.bucket(leaving), 5.0) < 0.1
 
+    def test_of_a_class_that_returns_late_the_youngest_goes_first_and_leaf_before_parent(self):
+        policy = HazardPolicy(horizon_seconds=20.0)
+        now = 0.0
+        for i in range(100):  # every spell ends after 100 s
+            page = make_page(i, now)
+            policy.request_ended(page, now)
+            now += 100
+            policy.request_arrived(lambda _, block=page.hash: block, 1, now)
+        queue = IdleQueue(policy)
+        old = make_page(1000, now - 80)
+        young_leaf, young_parent = make_page(1001, now), make_page(1002, now)
+        for page in (old, young_leaf, young_parent):
+            queue.add(page)
+        assert queue.first(now) is young_leaf, "it would have to be kept five times as long for the same hit"
+        queue.remove(young_leaf)
+        assert queue.first(now) is young_parent
+        queue.remove(young_parent)
+        assert queue.first(now) is old
+
     def test_without_experience_it_is_lru(self):
         queue = IdleQueue(HazardPolicy())
         pages = [make_page(rank, float(rank), turn=1 + rank % 5) for rank in range(20)]
