@@ -152,18 +152,23 @@ def share_above(histogram: Histogram, limit: float) -> float | None:
 
 def _quality_loss(window: StatsWindow) -> float | None:
     """0 where nothing was read; None where a codec that was read has no measured loss."""
-    loss, reads = 0.0, 0.0
-    for name, labels in window.end.values:
-        if name != "pages_read":
-            continue
-        read = window.delta(name, *labels)
-        if read <= 0:
-            continue
-        per_token = window.end.values.get(("kv_quality_loss", labels))
-        if per_token is None:
-            return None
-        loss, reads = loss + read * per_token, reads + read
-    return loss / reads if reads else 0.0
+    return _finite(quality_loss(window)) if window.total("pages_read") > 0 else 0.0
+
+
+def quality_loss(window: StatsWindow) -> float:
+    """Mean KL in nats per token over the pages that decode steps read, each with the loss of its level; nan if none
+    was read or the loss of a level that was read is unknown."""
+    reads = {
+        labels: window.delta(name, *labels) for name, labels in window.end.values if name == "pages_read"
+    }
+    total = sum(reads.values())
+    if not total:
+        return math.nan
+    losses = window.end.values
+    return (
+        sum(num * losses.get(("kv_quality_loss", level), math.nan) for level, num in reads.items() if num)
+        / total
+    )
 
 
 def _quantile(window: StatsWindow, name: str, q: float) -> float | None:

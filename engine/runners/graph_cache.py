@@ -1,11 +1,11 @@
 """CUDA graphs of one computation in several shapes."""
 
-import gc
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 
 import torch
+
+from kvpilot.engine.collection import no_collection
 
 MAX_GRAPHS = 256
 
@@ -47,19 +47,8 @@ class GraphCache:
             compute()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with _no_collection(), torch.cuda.graph(graph, pool=self._memory):
+        # A graph that the collector frees while another one is captured spoils that one.
+        with no_collection(), torch.cuda.graph(graph, pool=self._memory):
             compute()
         self.num_captured += 1
         return graph
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Without Python's collector: a graph that it frees while another one is captured spoils that one."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -1,11 +1,11 @@
 """A replay over time: one row per window, from two snapshots of the engine's statistics."""
 
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 from kvpilot.engine.stats import StatsSnapshot, StatsWindow
+from kvpilot.env.observation import quality_loss
 
 IDLE_AND_LIVE = ("live", "retained", "unprotected")
 
@@ -53,7 +53,7 @@ def window_row(window: StatsWindow) -> dict[str, Any]:
             for state in IDLE_AND_LIVE
         },
         "free_bytes": end.value("pool_free_bytes"),
-        "quality_loss": quality_loss(window, levels),
+        "quality_loss": quality_loss(window),
         "knobs": {labels[0]: value for (name, labels), value in end.values.items() if name == "knob"},
     }
 
@@ -64,17 +64,3 @@ def evictions(window: StatsWindow) -> dict[str, float]:
         reason: window.delta("retained_taken", reason) for reason in ("idle_engine", "growth", "starving")
     }
     return {"unprotected": window.delta("pages_released", "unprotected"), **taken}
-
-
-def quality_loss(window: StatsWindow, levels: Sequence[str]) -> float:
-    """Mean over the pages that decode steps read, each with the loss of its level; nan if none was read or the
-    loss of a level that was read is unknown."""
-    reads = {level: window.delta("pages_read", level) for level in levels}
-    total = sum(reads.values())
-    if not total:
-        return math.nan
-    losses = window.end.values
-    return (
-        sum(num * losses.get(("kv_quality_loss", (lv,)), math.nan) for lv, num in reads.items() if num)
-        / total
-    )

@@ -1,11 +1,10 @@
 """Replays a trace through the simulated engine, as far as asked, with knobs that may change on the way."""
 
-import gc
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from math import inf
 from typing import NamedTuple
 
+from kvpilot.engine.collection import no_collection
 from kvpilot.engine.config import EngineConfig
 from kvpilot.engine.errors import EngineFullError, RequestError
 from kvpilot.engine.kv.eviction import EvictionPolicy
@@ -15,18 +14,6 @@ from kvpilot.env.simulator.clock import VirtualClock
 from kvpilot.env.simulator.engine import SimulatedEngine
 from kvpilot.env.simulator.latency import LatencyProfile
 from kvpilot.env.traces.trace import Trace
-
-
-@contextmanager
-def _without_gc() -> Iterator[None]:
-    """The search for reference cycles goes through every page and finds none: there is nothing to find."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class Refusal(NamedTuple):
@@ -78,7 +65,7 @@ class Simulation:
 
     def run(self, until: float = inf, on_progress: Callable[[int], None] | None = None) -> None:
         """Simulate up to the first step that would start at `until` or later; `on_progress` gets rows arrived."""
-        with _without_gc():
+        with no_collection():  # it would go through every page and find no cycles
             self._run_until(until, on_progress)
 
     def _run_until(self, until: float, on_progress: Callable[[int], None] | None) -> None:
