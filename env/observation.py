@@ -152,7 +152,7 @@ def share_above(histogram: Histogram, limit: float) -> float | None:
 
 def _quality_loss(window: StatsWindow) -> float | None:
     """0 where nothing was read; None where a codec that was read has no measured loss."""
-    return _finite(quality_loss(window)) if window.total("pages_read") > 0 else 0.0
+    return 0.0 if window.total("pages_read") <= 0 else _finite(quality_loss(window))
 
 
 def quality_loss(window: StatsWindow) -> float:
