@@ -2,7 +2,7 @@
 
     benchmarks/simulator_speed.py conversation_first40min.jsonl [--vidur-python VENV/bin/python] [--quick]
 
-The trace is sampled to one GPU (1/8 of the sessions) in 512-token pages on the H200 roofline profile. Counted are
+The trace is sampled to one GPU (1/8 of the sessions) in 512-token pages on the H200 profile. Counted are
 the CPU seconds of this process, from building the simulation to the last answer, statistics included; reading the
 trace is not. Vidur gets the same arrivals and lengths and the same step times (see contenders/vidur_worker.py); it
 has no KV precision, retention or cache-aware admission to account for. `KVPILOT_COMPILED=0` runs the sources instead
