@@ -17,7 +17,13 @@ from kvpilot.agent.control_replay import replay
 from kvpilot.agent.counterfactual import Question, in_words
 
 DIFFERENCES_SHOWN = 20
-STYLES = {"failed": "red", "stepped-back": "yellow", "applied": "green", "advised": "cyan"}
+STYLES = {
+    "failed": "red",
+    "stepped-back": "yellow",
+    "applied": "green",
+    "advised": "cyan",
+    "control": "magenta",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +79,10 @@ def _replay(lines: list[AuditLine], console: Console) -> int:
 
 def _passes(line: AuditLine, config: AuditConfig) -> bool:
     record = line.record
+    if line.kind == "control":
+        wanted = not config.outcomes or "control" in config.outcomes
+        since = config.since is None or record["time"] >= config.since
+        return wanted and since and not config.reasons and not config.knobs
     if line.kind != "decision":  # an intent's outcome is on record in the line after it
         return False
     reasons = {entry["reason"] for entry in record["constraints"]}
@@ -91,14 +101,11 @@ def table(lines: list[AuditLine]) -> Table:
         shown.add_column(heading, no_wrap=True)
     shown.add_column("why", min_width=24)
     for line in lines:
-        rows = list(_rows(line.record))
-        style = STYLES.get(line.record["outcome"], "")
+        rows = [_control_row(line.record)] if line.kind == "control" else list(_rows(line.record))
+        outcome = line.record.get("outcome", line.kind)
+        style = STYLES.get(outcome, "")
         for index, row in enumerate(rows):
-            head = (
-                (str(line.number), _clock(line.record), line.record["outcome"])
-                if index == 0
-                else ("", "", "")
-            )
+            head = (str(line.number), _clock(line.record), outcome) if index == 0 else ("", "", "")
             shown.add_row(*head, *row, style=style, end_section=index == len(rows) - 1)
     return shown
 
@@ -117,6 +124,13 @@ def _rows(record: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
         yield proposal["knob"], f"{proposal['value']:g}", "", f"for a human: {proposal['how']}"
 
 
+def _control_row(record: dict[str, Any]) -> tuple[str, str, str, str]:
+    """What may be done from here on."""
+    acts = "decisions are written" if record["acts"] else "nothing is written"
+    reasons = [f"{name}: {record[name]}" for name in ("killed", "hold") if record[name]]
+    return "", "", "", "; ".join([f"mode {record['mode']}: {acts}", *reasons])
+
+
 def _constraint(entry: dict[str, Any]) -> str:
     return f"{entry['reason']} ({entry['detail']})"
 
@@ -126,6 +140,7 @@ def _clock(record: dict[str, Any]) -> str:
 
 
 def summary(lines: list[AuditLine]) -> str:
+    lines = [line for line in lines if line.kind == "decision"]
     outcomes = Counter(line.record["outcome"] for line in lines)
     reasons = Counter(entry["reason"] for line in lines for entry in line.record["constraints"])
     parts = [f"{number} {name}" for name, number in outcomes.most_common()]

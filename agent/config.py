@@ -28,6 +28,7 @@ from kvpilot.agent.control_nouns import Mode
 from kvpilot.agent.guard import GuardLimits, SloLimits, intervals
 from kvpilot.engine.errors import ConfigError
 from kvpilot.k8s.control_document import ControlDocument
+from kvpilot.k8s.control_source import ACCOUNT_FOLDER
 
 FILES = {
     ".yaml": YamlConfigSettingsSource,
@@ -118,6 +119,7 @@ class RunSettings(BaseSettings):
     kill_file: Path | None = None  # while it exists nothing is decided
     control_file: Path | None = None  # the operator's control document
     control_config_map: str | None = None  # the same, watched through the Kubernetes API
+    control_account: Path = ACCOUNT_FOLDER  # token and ca.crt of the service account that may read it
     pod_name: str | None = None  # in it
     listen: str | None = None  # HOST:PORT of /metrics and /healthz
     log_format: Literal["text", "json"] = "text"

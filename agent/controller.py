@@ -98,6 +98,7 @@ class Controller:
         self.how_to_restart = how_to_restart or (lambda knob, value: "see the engine's documentation")
         self.memory = Memory()
         self._control: Control | None = None  # at the last tick
+        self._control_on_record: dict[str, object] | None = None  # in the audit log
         self.refused: Counter[Reason] = Counter()
         self.failures = 0  # ticks in a row without an answer of the engine
         self._deadline_seconds, self._fallback = deadline_seconds, fallback
@@ -182,7 +183,24 @@ class Controller:
         ):
             if (was or "") != now:
                 log.warning("%s: %s", name if now else f"no longer {name}", now or was)
+        self._record_control(control)
         return control
+
+    def _record_control(self, control: Control) -> None:
+        """A line in the audit log whenever what may be done changes: in mode off there is no other."""
+        standing = {
+            "mode": control.mode.value,
+            "acts": control.acts,
+            "killed": control.killed,
+            "hold": control.hold,
+        }
+        if standing == self._control_on_record:
+            return
+        try:
+            self.audit.write({"kind": "control", "time": round(self.unix_clock(), 3), **standing})
+            self._control_on_record = standing
+        except AuditError as error:  # again at the next tick; without a log nothing is changed anyway
+            log.warning("%s", error)
 
     def _observe(self, control: Control, state: KnobState) -> Inputs:
         seen = self.observer.look(self.window_seconds, self.limits.slo)

@@ -161,7 +161,8 @@ class Sidecar:
 def _document(settings: RunSettings) -> DocumentFile | ControlSource | None:
     file, config_map = settings.control_file, settings.control_config_map
     if config_map is not None:
-        return ControlSource(watch_config_in_pod(config_map), file=file)
+        watch = watch_config_in_pod(config_map, account=settings.control_account)
+        return ControlSource(watch, file=file)
     return None if file is None else DocumentFile(file)
 
 

@@ -41,8 +41,11 @@ class WatchConfig:
     ca_file: Path = ACCOUNT_FOLDER / "ca.crt"
 
 
-def watch_config_in_pod(config_map: str, environment: Mapping[str, str] = os.environ) -> WatchConfig:
-    """As a pod knows it: KUBERNETES_SERVICE_HOST and _PORT, and POD_NAMESPACE by the downward API."""
+def watch_config_in_pod(
+    config_map: str, environment: Mapping[str, str] = os.environ, *, account: Path = ACCOUNT_FOLDER
+) -> WatchConfig:
+    """As a pod knows it: KUBERNETES_SERVICE_HOST and _PORT, and POD_NAMESPACE by the downward API. `account` is where
+    the service account's token and ca.crt are mounted."""
     try:
         host, port = environment["KUBERNETES_SERVICE_HOST"], environment["KUBERNETES_SERVICE_PORT"]
         namespace = environment["POD_NAMESPACE"]
@@ -51,7 +54,13 @@ def watch_config_in_pod(config_map: str, environment: Mapping[str, str] = os.env
             f"control_config_map={config_map!r} needs {error} in the environment of a pod"
         ) from error
     address = f"[{host}]" if ":" in host else host
-    return WatchConfig(config_map=config_map, namespace=namespace, server=f"https://{address}:{port}")
+    return WatchConfig(
+        config_map=config_map,
+        namespace=namespace,
+        server=f"https://{address}:{port}",
+        token_file=account / "token",
+        ca_file=account / "ca.crt",
+    )
 
 
 class _Answer(NamedTuple):

@@ -3,6 +3,7 @@
 Needs the standard library and pytest only: this file is loaded on GPU machines too.
 """
 
+import importlib.util
 import json
 import os
 import shutil
@@ -201,6 +202,18 @@ def boards(dashboards_folder: Path) -> dict[str, dict[str, Any]]:
     """The checked-in dashboards, by file name."""
     paths = sorted(dashboards_folder.glob("*.json"))
     return {path.name: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+
+
+@pytest.fixture(scope="module")
+def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """An engine under load, to throw kill switches at; at the end no request may be lost (`rehearsal.py`)."""
+    spec = importlib.util.spec_from_file_location("rehearsal", Path(__file__).with_name("rehearsal.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with module.rehearsal(tmp_path_factory.mktemp("rehearsal"), wait_until, free_port) as rehearsal:
+        yield rehearsal
 
 
 @pytest.fixture(name="wait_until", scope="session")

@@ -103,7 +103,8 @@ def test_off_observes_only(make, engine, tmp_path):
     decisions = [controller.tick() for _ in range(3)]
     assert {decision.outcome for decision in decisions} == {Outcome.OBSERVED}
     assert engine.patches == []
-    assert not (tmp_path / "audit.jsonl").exists()
+    (line,) = map(json.loads, (tmp_path / "audit.jsonl").read_text().splitlines())
+    assert (line["kind"], line["mode"], line["acts"]) == ("control", "off", False)
 
 
 def test_a_deferred_change_is_pending_until_it_is_effective(make, engine):

@@ -133,7 +133,7 @@ def test_the_control_document_changes_policy_and_mode_of_a_running_loop(make_sid
     path.write_text(ControlDocument(revision=2, mode="auto", policy=PolicySource(name="default")).to_yaml())
     sidecar.controller.tick()
     assert sidecar.loaded.spec == "default"
-    assert lines(tmp_path)[-2]["kind"] == "setup"
+    assert [line["kind"] for line in lines(tmp_path)[-3:-1]] == ["setup", "control"]
     path.write_text(ControlDocument(revision=3, mode="auto", policy=PolicySource(name="magic")).to_yaml())
     held = ticks(sidecar, 2)[-1]
     assert {refusal.reason for refusal in held.refusals} >= {Reason.HOLD}
