@@ -135,6 +135,7 @@ class AsyncEngine:
         cache_salt: str = "",
         stop: Sequence[str] = (),
         traceparent: str | None = None,
+        max_kv_level: int | None = None,
     ) -> Generation:
         """Queue a request. Raises RequestError, EngineFullError, EngineClosedError (draining or failed)."""
         if self.state != "ok":
@@ -144,7 +145,7 @@ class AsyncEngine:
         self._idle.clear()
         try:
             generation.request = await self.call(
-                partial(self._add, generation, prompt, sampling, cache_salt, stop, traceparent)
+                partial(self._add, generation, prompt, sampling, cache_salt, stop, traceparent, max_kv_level)
             )
         except BaseException:  # cancellation too: the request may be queued by now
             generation.close()
@@ -224,11 +225,14 @@ class AsyncEngine:
         cache_salt: str,
         stop: Sequence[str],
         traceparent: str | None,
+        max_kv_level: int | None,
     ) -> Request:
         if self._failed:
             raise EngineClosedError("the engine takes no new requests: it is failed")
         request_id = generation.request_id
-        request = self.engine.add_request(request_id, prompt, sampling, cache_salt=cache_salt)
+        request = self.engine.add_request(
+            request_id, prompt, sampling, cache_salt=cache_salt, max_kv_level=max_kv_level
+        )
         request.traceparent = traceparent
         self._streams[request_id] = _Stream(generation, request, TextStream(self._tokenizer, stop))
         return request

@@ -100,8 +100,12 @@ class EngineCore:
         *,
         cache_salt: str = "",
         arrival_time: float | None = None,
+        max_kv_level: int | None = None,
     ) -> Request:
-        """Queue a request. Raises RequestError if it can never be served, EngineFullError if the queue is full."""
+        """Queue a request. Raises RequestError if it can never be served, EngineFullError if the queue is full.
+
+        `max_kv_level` is the coarsest level that its pages may have while it runs (None: as the knob says).
+        """
         tokens = list(prompt)
         request = Request(
             request_id=request_id,
@@ -111,6 +115,7 @@ class EngineCore:
             block_hash=TokenChain(tokens, self.config.page_size, cache_salt),
             sampling=sampling,
             tokens=tokens,
+            max_kv_level=max_kv_level,
         )
         self.submit(request)
         return request
@@ -123,6 +128,7 @@ class EngineCore:
         if num_prompt >= self.max_model_len:
             limit = f"fewer than {self.max_model_len} (context of this engine)"
             raise RequestError(f"prompt has {num_prompt} tokens: expected {limit}", "prompt")
+        self._check_max_kv_level(request.max_kv_level)
         if request.request_id in self._requests:
             raise RequestError(f"request_id={request.request_id!r} is in use", "request_id")
         waiting = len(self.scheduler.waiting)
@@ -131,6 +137,16 @@ class EngineCore:
             raise EngineFullError(f"the queue is full ({waiting} requests waiting)", self._retry_after())
         self._requests[request.request_id] = request
         self.scheduler.add(request)
+
+    def _check_max_kv_level(self, level: int | None) -> None:
+        if level is None or 0 <= level <= self.pool.last_level:
+            return
+        levels = ", ".join(f"{i} is {codec}" for i, codec in enumerate(self.pool.ladder))
+        raise RequestError(
+            f"max_kv_level={level} is invalid: expected 0 to {self.pool.last_level}, the coarsest level that the "
+            f"request's KV pages may have ({levels}), or leave it out for no limit of its own",
+            "max_kv_level",
+        )
 
     def abort(self, request_id: str) -> None:
         """End a request whose client went away; unknown ids are ignored."""

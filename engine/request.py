@@ -49,7 +49,8 @@ class Request:
 
     `block_hash(i)` gives the chained hash of the i-th full page of prompt + output; it is called only
     when that page is complete. `num_tokens` counts prompt and output; the values themselves are kept in
-    `tokens` by the engine (the simulator has none).
+    `tokens` by the engine (the simulator has none). `max_kv_level` is the coarsest level of the ladder that its
+    pages may have while it runs; None leaves that to the knob `kv_level`.
     """
 
     request_id: str
@@ -59,6 +60,7 @@ class Request:
     block_hash: Callable[[int], Hashable]
     sampling: SamplingParams | None = None
     tokens: list[int] | None = None  # prompt, then output
+    max_kv_level: int | None = None
     traceparent: str | None = None  # W3C trace context of the client's span, for the server's spans
     # ------------------------------------------------------------------ owned by the scheduler
     num_tokens: int = 0  # prompt + output so far

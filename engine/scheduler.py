@@ -78,6 +78,8 @@ class Scheduler:
                 if self.cache.reclaim(1, now, Take.GROWTH):
                     new_pages = self.cache.allocate(1)
                     request.pages += new_pages
+                    if request.max_kv_level is not None:
+                        self.cache.limit(new_pages, request.max_kv_level)
                     self.cache.pool.add_readers(new_pages, 1)
                     continue
                 victim = self.running[-1]
@@ -131,9 +133,10 @@ class Scheduler:
     def _cached_share(self, request: Request) -> float:
         max_pages = self._max_cached_pages(request)
         known = request.num_known_pages
-        while known < max_pages and self.cache.has(request.block_hash(known)):
+        max_level = request.max_kv_level
+        while known < max_pages and self.cache.has(request.block_hash(known), max_level):
             known += 1
-        while known > 0 and not self.cache.has(request.block_hash(known - 1)):
+        while known > 0 and not self.cache.has(request.block_hash(known - 1), max_level):
             known -= 1
         request.num_known_pages = known
         return known * self._page_size / request.num_tokens
@@ -143,7 +146,8 @@ class Scheduler:
         return (request.num_tokens - 1) // self._page_size
 
     def _try_admit(self, request: Request, now: float, take: Take | None) -> bool:
-        pages = self.cache.match(request.block_hash, self._max_cached_pages(request))
+        max_level = request.max_kv_level
+        pages = self.cache.match(request.block_hash, self._max_cached_pages(request), max_level)
         num_new = ceil(request.num_tokens / self._page_size) - len(pages)
         watermark = self.reserve_slots if self.running else 0
         if self.cache.obtainable_slots(pages, with_retained=take is not None) < num_new + watermark:
@@ -156,6 +160,8 @@ class Scheduler:
         request.num_computed = len(pages) * self._page_size
         request.num_sealed = len(pages)
         request.pages = pages + self.cache.allocate(num_new)
+        if max_level is not None:
+            self.cache.limit(request.pages, max_level)
         self.waiting.remove(request)
         self.running.append(request)
         self._note_decoding(request)
@@ -278,6 +284,8 @@ class Scheduler:
         if request.is_decoding:
             request.is_decoding = False
             self.cache.pool.add_readers(request.pages, -1)
+        if request.max_kv_level is not None:
+            self.cache.unlimit(request.pages, request.max_kv_level)
         self.cache.release(
             request.pages,
             request.num_sealed,
@@ -291,9 +299,12 @@ class Scheduler:
         """Raise PoolIntegrityError unless the running requests use exactly the live pages."""
         users: dict[Page, int] = {}
         guards: dict[Page, int] = {}
+        limits: dict[Page, list[int]] = {}
         for request in self.running:
             for page in request.pages:
                 users[page] = users.get(page, 0) + 1
+                if request.max_kv_level is not None:
+                    limits.setdefault(page, []).append(request.max_kv_level)
             for page in self.cache.tail(request.pages, request.num_sealed):
                 guards[page] = guards.get(page, 0) + 1
             sealed = sum(page.is_sealed for page in request.pages)
@@ -306,5 +317,12 @@ class Scheduler:
         wrong = [p.page_id for p in users if p.refs != users[p] or p.guards != guards.get(p, 0)]
         if live != len(users) or wrong:
             raise PoolIntegrityError(f"live pages: booked {live}, in use {len(users)}, wrong users {wrong}")
+        for page in users:
+            booked = sorted(page.limits or [])
+            if booked != sorted(limits.get(page, [])) or page.level > min(booked, default=page.level):
+                raise PoolIntegrityError(
+                    f"page {page.page_id} at level {page.level}: limits booked {booked}, of its users "
+                    f"{limits.get(page, [])}"
+                )
         if any(request.pages for request in self.waiting):
             raise PoolIntegrityError("a waiting request holds pages")

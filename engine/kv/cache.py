@@ -51,7 +51,8 @@ class KVCache:
         self._idle: list[list[list[IdleQueue]]] = [
             [[IdleQueue(policy), IdleQueue(policy)] for _ in levels] for _ in PageState
         ]
-        self._live_sealed: list[OrderedDict[Page, None]] = [OrderedDict() for _ in levels]  # oldest first
+        # oldest first; without those that a request's `max_kv_level` keeps at their level, however many they are
+        self._live_sealed: list[OrderedDict[Page, None]] = [OrderedDict() for _ in levels]
         self._retained: dict[int, Page] = {}  # by idle_rank
         self._retained_by_age: list[int] = []  # heap of ranks, which rise with last_use; stale ones too
         self._retained_bytes = 0
@@ -59,18 +60,27 @@ class KVCache:
         self._next_rank = 0
 
     # ------------------------------------------------------------------ lookup
-    def match(self, block_hash: Callable[[int], Hashable], max_pages: int) -> list[Page]:
-        """The cached pages of the longest known prefix, at most `max_pages`. Changes nothing."""
+    def match(
+        self, block_hash: Callable[[int], Hashable], max_pages: int, max_level: int | None = None
+    ) -> list[Page]:
+        """The cached pages of the longest known prefix, at most `max_pages`. Changes nothing.
+
+        The prefix ends before the first page that is coarser than `max_level`.
+        """
         pages: list[Page] = []
         for index in range(max_pages):
             page = self._by_hash.get(block_hash(index))
-            if page is None:
+            if page is None or (max_level is not None and page.level > max_level):
                 break
             pages.append(page)
         return pages
 
-    def has(self, block: Hashable) -> bool:
-        return block in self._by_hash
+    def has(self, block: Hashable, max_level: int | None = None) -> bool:
+        """The page is cached, and no coarser than `max_level`."""
+        if max_level is None:
+            return block in self._by_hash
+        page = self._by_hash.get(block)
+        return page is not None and page.level <= max_level
 
     # ------------------------------------------------------------------ users of pages
     def acquire(self, pages: list[Page], now: float) -> None:
@@ -92,16 +102,37 @@ class KVCache:
         self._stats.add("pages_allocated", num_pages)
         return [self.pool.allocate() for _ in range(num_pages)]
 
+    def limit(self, pages: list[Page], max_level: int) -> None:
+        """A user of these pages, none of them coarser, keeps them from becoming coarser until `unlimit`."""
+        for page in pages:
+            assert page.level <= max_level
+            could_step_down = page.is_sealed and page.level < page.max_level
+            page.add_limit(max_level)
+            if could_step_down and page.level == page.max_level:
+                del self._live_sealed[page.level][page]
+
+    def unlimit(self, pages: list[Page], max_level: int) -> None:
+        """Undoes `limit`; before that user's `release`."""
+        for page in pages:
+            was_kept = page.is_sealed and page.level == page.max_level
+            page.remove_limit(max_level)
+            if was_kept and page.level < page.max_level:
+                self._live_sealed[page.level][page] = None
+
     def seal(self, pages: list[Page], index: int, block: Hashable) -> None:
         """Page `index` of a running sequence is full and becomes findable.
 
         It replaces an idle page of the same content, which may have been stepped down; beside one in use it
-        stays private.
+        stays private, unless that one is too coarse for the request: then that one becomes private.
         """
         page = pages[index]
         self.pool.seal(page, is_sink=index == 0)
-        self._live_sealed[0][page] = None
+        if page.max_level > 0:
+            self._live_sealed[0][page] = None
         twin = self._by_hash.get(block)
+        if twin is not None and twin.refs > 0 and twin.level > page.max_level:
+            twin.hash = None
+            twin = None
         if twin is not None and twin.refs == 0:
             self._drop(twin)
         if twin is None or twin.refs == 0:
@@ -311,7 +342,8 @@ class KVCache:
                 if self.pool.floor_level(page) > level:
                     del self._live_sealed[level][page]
                     self._step_down(page)
-                    self._live_sealed[page.level][page] = None
+                    if page.level < page.max_level:
+                        self._live_sealed[page.level][page] = None
                     return True
         return False
 
@@ -342,8 +374,12 @@ class KVCache:
 
     # ------------------------------------------------------------------ checks
     def check_integrity(self) -> None:
-        """The pool's check, and: idle queues, hashes, guards and retained bytes agree with the pages."""
+        """The pool's check, and: idle queues, hashes, guards, limits and retained bytes agree with the pages."""
         self.pool.check_integrity()
+        for level, pages in enumerate(self._live_sealed):
+            kept = [page.page_id for page in pages if page.level != level or page.max_level <= level]
+            if kept:
+                raise PoolIntegrityError(f"pages {kept} may not be stepped down from level {level}")
         for state in IDLE_STATES:
             for level, queues in enumerate(self._idle[state]):
                 queued = [len(queue.pages) for queue in queues]

@@ -24,6 +24,7 @@ class PageState(IntEnum):
 LIVE: Final = PageState.LIVE
 RETAINED: Final = PageState.RETAINED
 UNPROTECTED: Final = PageState.UNPROTECTED
+NO_LIMIT: Final = 1 << 30  # coarser than any level
 
 
 class Page:
@@ -43,6 +44,7 @@ class Page:
             "is_sink",
         ),
         *("guards", "last_use", "idle_rank", "turn", "num_prompt_tokens", "is_stuck"),
+        *("limits", "max_level"),
     )
 
     def __init__(self, page_id: int, payload: int) -> None:
@@ -62,6 +64,21 @@ class Page:
         self.turn = 1  # of the conversation that used it last
         self.num_prompt_tokens = 0  # of the request that used it last
         self.is_stuck = False  # its values cannot be encoded (NaN or inf): never step down
+        self.limits: list[int] | None = None  # `max_kv_level` of those of its users that set one
+        self.max_level: int = NO_LIMIT  # the strictest of them
+
+    def add_limit(self, level: int) -> None:
+        """One of its users allows no coarser level than this."""
+        if self.limits is None:
+            self.limits = []
+        self.limits.append(level)
+        self.max_level = min(self.max_level, level)
+
+    def remove_limit(self, level: int) -> None:
+        """That user ends."""
+        assert self.limits is not None
+        self.limits.remove(level)
+        self.max_level = min(self.limits, default=NO_LIMIT)
 
 
 class KVPool:
@@ -129,10 +146,11 @@ class KVPool:
         return int(slots / sum((1 / self.slots.per_slot[cls] for cls in classes), 0.0))
 
     def floor_level(self, page: Page) -> int:
-        """Lowest level this page may have: sinks and the last tokens of running sequences keep 8 bits."""
+        """Lowest level this page may have: sinks and the last tokens of running sequences keep 8 bits, and no
+        page goes below what a request that uses it allows."""
         if page.is_stuck:
             return page.level
-        return self.guard_level if page.is_sink or page.guards else self.last_level
+        return min(self.guard_level if page.is_sink or page.guards else self.last_level, page.max_level)
 
     def num_pages(self, state: PageState, level: int | None = None) -> int:
         rows = self.counts[state] if level is None else [self.counts[state][level]]

@@ -161,6 +161,7 @@ class OpenAIService:
             cache_salt=body.cache_salt or "",
             stop=body.stop_strings,
             traceparent=request.headers.get("traceparent"),
+            max_kv_level=body.max_kv_level,
         )
         with_usage = bool(body.stream and body.include_usage)
         form: AnswerFormat = kind(

@@ -73,6 +73,13 @@ class GenerationFields(_Strict):
     top_k: int | None = Field(None, ge=0, lt=2**31)
     cache_salt: Annotated[str, Field(max_length=1000)] | None = None
     ignore_eos: bool | None = None
+    max_kv_level: int | None = Field(
+        None,
+        ge=0,
+        lt=2**31,
+        description="an integer from 0, the coarsest level of the engine's ladder that the request's KV pages may "
+        "have (0: full precision), or leave it out for no limit of its own",
+    )
     stop_token_ids: Annotated[TokenIds, Field(max_length=64)] | None = None
 
     @property
