@@ -97,6 +97,22 @@ def test_fields_without_effect_are_taken(server):
     assert chat(server, user="me", logit_bias={}, **neutral).status_code == 200
 
 
+@pytest.mark.parametrize("level", [None, 0, 1])
+def test_a_limit_on_the_kv_level_reaches_the_engine(server, monkeypatch, level):
+    seen = []
+    add_request = server.engine.add_request
+
+    def watched(*args, **kwargs):
+        request = add_request(*args, **kwargs)
+        seen.append(request.max_kv_level)
+        return request
+
+    monkeypatch.setattr(server.engine, "add_request", watched)
+    assert complete(server, max_kv_level=level).status_code == 200
+    assert chat(server, max_kv_level=level).status_code == 200
+    assert seen == [level, level]
+
+
 @pytest.mark.parametrize("include_usage", [False, True])
 def test_completion_stream(server, events, include_usage):
     response = complete(server, stream=True, stream_options={"include_usage": include_usage})
