@@ -69,13 +69,13 @@ def tune(
     ] = None,
     trials: Annotated[
         int | None,
-        Option(min=1, help="Settings tried on all workloads. [default: 60]", rich_help_panel=EFFORT),
+        Option(min=1, help="Settings tried on all workloads. [default: 40]", rich_help_panel=EFFORT),
     ] = None,
     regime_trials: Annotated[
-        int | None, Option(min=0, help="And on each workload alone. [default: 12]", rich_help_panel=EFFORT)
+        int | None, Option(min=0, help="And on each workload alone. [default: 8]", rich_help_panel=EFFORT)
     ] = None,
     rule_trials: Annotated[
-        int | None, Option(min=0, help="Of the hysteresis rule. [default: 40]", rich_help_panel=EFFORT)
+        int | None, Option(min=0, help="Of the hysteresis rule. [default: 24]", rich_help_panel=EFFORT)
     ] = None,
     episodes: Annotated[
         int | None, Option(min=1, help="Drawn per workload. [default: 2]", rich_help_panel=EFFORT)

@@ -39,6 +39,7 @@ class PolicyDescription:
     name: str
     actions: Actions
     stack: int  # decisions that are seen, the latest included
+    averages: tuple[float, ...]  # decisions over which running averages are seen
     interval_seconds: float  # between two decisions: length of the window that is observed
     bounds: Mapping[str, KnobBounds]  # of the engine that it was trained on
     envelope_low: tuple[float, ...]  # of each feature, over the training windows
@@ -62,7 +63,7 @@ class PolicyDescription:
             "actions": actions_from_json(values["actions"]),
             "bounds": {name: KnobBounds(**limit) for name, limit in values["bounds"].items()},
         }
-        for name in ("envelope_low", "envelope_high", "features"):
+        for name in ("averages", "envelope_low", "envelope_high", "features"):
             changes[name] = tuple(values[name])
         made = cls(**{**values, **changes})
         if (made.vector_form, made.features) != (vector.FORM, vector.FEATURES):
@@ -83,13 +84,13 @@ class ExportedPolicy:
             self.network = NumpyNetwork(tensors)
         except ValueError as error:
             raise PolicyFormError(f"{WEIGHTS}: {error}; train it again with `autotune train`") from error
-        width, choices = description.stack * len(description.features), sum(description.actions.sizes)
+        self._stack = vector.Stack(description.stack, description.averages)
+        width, choices = self._stack.copies * len(description.features), sum(description.actions.sizes)
         if (self.network.num_inputs, self.network.num_actions) != (width, choices):
             raise PolicyFormError(
                 f"{WEIGHTS} maps {self.network.num_inputs} inputs to {self.network.num_actions} choices: "
                 f"expected {width} to {choices} as {DESCRIPTION} says; both files must be of one export"
             )
-        self._stack = vector.Stack(description.stack)
         self._low, self._high = np.array(description.envelope_low), np.array(description.envelope_high)
         self._in_envelope = np.array([not name.startswith(KNOB_PREFIX) for name in description.features])
         if not self._low.shape == self._high.shape == self._in_envelope.shape:

@@ -31,7 +31,7 @@ class CloneReport(NamedTuple):
     fixed: float
     rule: float
     best: float
-    epochs: int
+    epochs: float
 
 
 class _Tensors(NamedTuple):
@@ -195,7 +195,7 @@ def _tensors(data: Demonstrations, config: TrainConfig) -> _Tensors:
     if config.demonstrations.teacher == "rule":
         values = np.full_like(values, np.nan)
     return _Tensors(
-        inputs=torch.from_numpy(data.stacked(config.environment.stack)),
+        inputs=torch.from_numpy(data.stacked(config.environment.stack, config.environment.averages)),
         targets=torch.from_numpy(advantages(values, config.clone)),
         rule=torch.from_numpy(data.rule),
         returns=torch.from_numpy(returns),

@@ -9,6 +9,7 @@ from typing import Any, get_args, get_type_hints
 from kvpilot.engine.errors import ConfigError, KVPilotError
 
 ACTIONS = ("portfolio", "absolute", "delta")
+MAX_MEMBERS = 100
 TEACHERS = ("rule", "lookahead", "both")
 
 
@@ -22,13 +23,15 @@ class EnvironmentConfig:
     """What the policy sees and may do."""
 
     actions: str = _setting("portfolio", "portfolio (of autotune tune), absolute (a grid) or delta (steps)")
-    stack: int = _setting(3, "decisions whose windows the policy sees, the latest included")
+    stack: int = _setting(1, "decisions whose windows the policy sees, the latest included")
+    averages: tuple[float, ...] = _setting((3.0, 10.0), "decisions over which it also sees running averages")
     decide_every: int = _setting(2, "windows (of the workload's interval, 60 s) between two decisions")
     churn_price: float | None = _setting(None, "reward per knob changed; none: that of the reward")
 
     def __post_init__(self) -> None:
         _check(self, "actions", self.actions in ACTIONS, f"one of {', '.join(ACTIONS)}")
         _check(self, "stack", 1 <= self.stack <= 16, "an integer in [1, 16]")
+        _check(self, "averages", all(1 <= length < math.inf for length in self.averages), "numbers >= 1")
         _check(self, "decide_every", 1 <= self.decide_every <= 16, "an integer in [1, 16]")
         _check(self, "churn_price", self.churn_price is None or self.churn_price >= 0, "a number >= 0")
 
@@ -57,11 +60,12 @@ class DemonstrationConfig:
 class CloneConfig:
     """How the network is fitted to the demonstrations before PPO."""
 
-    hidden: tuple[int, ...] = _setting((64, 64), "units per layer, of the policy and of the value")
+    members: int = _setting(3, "networks fitted apart, then joined to one that averages them; 1 with an LSTM")
+    hidden: tuple[int, ...] = _setting((64, 64), "units per layer of each, of the policy and of the value")
     epochs: int = _setting(300, "over the demonstrations, at most; the best on the held-out tenth is kept")
     learning_rate: float = _setting(1e-3, "of Adam")
     weight_decay: float = _setting(1e-3, "decoupled")
-    input_noise: float = _setting(0.5, "standard deviations of noise on the inputs while fitting")
+    input_noise: float = _setting(1.0, "standard deviations of noise on the inputs while fitting")
     temperature: float = _setting(0.01, "reward by which an action must be better to be e times likelier")
     hold_bias: float = _setting(0.0, "reward by which a change must beat holding to be preferred")
     rule_weight: float = _setting(0.1, "of imitating the rule, where teacher is both")
@@ -69,6 +73,7 @@ class CloneConfig:
     def __post_init__(self) -> None:
         positive = bool(self.hidden) and all(units >= 1 for units in self.hidden)
         _check(self, "hidden", positive, "a non-empty list of integers >= 1")
+        _check(self, "members", 1 <= self.members <= MAX_MEMBERS, f"an integer in [1, {MAX_MEMBERS}]")
         _check(self, "epochs", self.epochs >= 0, "an integer >= 0")
         _check(self, "learning_rate", self.learning_rate > 0, "a number > 0")
         _check(self, "weight_decay", self.weight_decay >= 0, "a number >= 0")
@@ -82,7 +87,7 @@ class CloneConfig:
 class PpoConfig:
     """Proximal policy optimisation, by stable-baselines3."""
 
-    steps: int = _setting(6144, "decisions per seed; 0 leaves it at the clone")
+    steps: int = _setting(4096, "decisions per seed; 0 leaves it at the clone")
     recurrent: bool = _setting(False, "an LSTM before the layers (RecurrentPPO of sb3-contrib)")
     lstm_units: int = _setting(64, "of that LSTM")
     envs: int = _setting(2, "processes that simulate")
@@ -146,6 +151,13 @@ class TrainConfig:
         absolute = self.environment.actions != "portfolio"
         fits = not (absolute and self.demonstrations.teacher != "rule")
         _check(self.demonstrations, "teacher", fits, "rule, where actions is not portfolio")
+        joins = self.clone.members == 1 or not self.ppo.recurrent
+        _check(
+            self.clone,
+            "members",
+            joins,
+            "1, where ppo.recurrent is true: networks with an LSTM cannot be joined",
+        )
 
     def with_(self, **changes: Any) -> "TrainConfig":
         """`with_(seeds=1, ppo={"steps": 0})`: a nested mapping changes fields of that section."""
@@ -167,7 +179,7 @@ def quick(*, one_workload: bool = True) -> TrainConfig:
         workloads=("agentic_drift",) if one_workload else (),
         seeds=1,
         demonstrations=DemonstrationConfig(rounds=1, episodes=2, label_every=4, horizon_seconds=480.0),
-        clone=CloneConfig(hidden=(32,), epochs=60),
+        clone=CloneConfig(members=1, hidden=(32,), epochs=60),
         ppo=PpoConfig(steps=128, rollout_steps=64, batch_size=64),
         selection=SelectionConfig(episodes=1, every_steps=128),
     )
@@ -204,6 +216,8 @@ def _typed(base: Any, name: str, kind: Any, value: Any) -> Any:
         return _from_values(current, value)
     if isinstance(current, tuple):
         inner = get_args(kind)[0]
+        if inner is float and isinstance(value, list):
+            value = [float(part) if type(part) is int else part for part in value]
         if not isinstance(value, list) or not all(type(part) is inner for part in value):
             raise ConfigError(f"{name}={value!r} is invalid: expected a list of {inner.__name__}")
         return tuple(value)

@@ -61,9 +61,9 @@ class Demonstrations:
         firsts = np.flatnonzero(self.starts).tolist()
         return [slice(first, stop) for first, stop in zip(firsts, [*firsts[1:], len(self)], strict=True)]
 
-    def stacked(self, depth: int) -> Floats:
-        """[N, depth * F] as the policy sees it; see Stack."""
-        stack, inputs = Stack(depth), []
+    def stacked(self, depth: int, averages: Sequence[float] = ()) -> Floats:
+        """[N, copies * F] as the policy sees it; see Stack."""
+        stack, inputs = Stack(depth, averages), []
         for features, starts in zip(self.features, self.starts, strict=True):
             if starts:
                 stack.reset()

@@ -69,7 +69,9 @@ def _make(
     environment = config.environment
     reward = ObjectiveReward(weights)
     core = KVCacheTuningEnv(actions=actions, reward=reward, decide_every=environment.decide_every)
-    return Monitor(StackObservations(EpisodePool(core, episodes, seed), environment.stack))
+    return Monitor(
+        StackObservations(EpisodePool(core, episodes, seed), environment.stack, environment.averages)
+    )
 
 
 def _alone(make: Any) -> gymnasium.Env[Vector, Any]:

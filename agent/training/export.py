@@ -33,6 +33,7 @@ def export(
         name=NAME,
         actions=request.actions,
         stack=environment.stack,
+        averages=environment.averages,
         interval_seconds=environment.decide_every * workload.interval_seconds,
         bounds=trained_bounds(request),
         envelope_low=tuple(data.features.min(axis=0).tolist()),

@@ -1,6 +1,6 @@
 """The networks, as stable-baselines3 policies: fixed normalisation, tanh layers, an optional LSTM."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,16 +56,18 @@ def build_model(
     env: VecEnv,
     normalization: Normalization,
     seed: int,
+    members: int = 1,
 ) -> Model:
-    """PPO with new weights. It logs nothing until it is given a logger."""
+    """PPO with new weights, of the width of `members` networks. It logs nothing until it is given a logger."""
     ppo = config.ppo
+    hidden = [members * units for units in config.clone.hidden]
     policy: dict[str, Any] = {
         "features_extractor_class": NormalizedFeatures,
         "features_extractor_kwargs": {
             "mean": normalization.mean.tolist(),
             "std": normalization.std.tolist(),
         },
-        "net_arch": {"pi": list(config.clone.hidden), "vf": list(config.clone.hidden)},
+        "net_arch": {"pi": hidden, "vf": hidden},
     }
     if ppo.recurrent:
         policy |= {"lstm_hidden_size": ppo.lstm_units, "enable_critic_lstm": False}
@@ -91,6 +93,28 @@ def build_model(
     # Without a logger of its own, `learn` makes one that leaves a folder in the system's temporary folder.
     model.set_logger(Logger(folder=None, output_formats=[]))
     return model
+
+
+def join(policy: ActorCriticPolicy, members: Sequence[ActorCriticPolicy]) -> None:
+    """Makes `policy`, which is as wide as all of them, give the mean of their logits and of their values."""
+    with torch.no_grad():
+        for layers_of in (_actor_layers, _critic_layers):
+            *hidden, head = layers_of(policy)
+            *member_hidden, member_heads = zip(*(layers_of(member) for member in members), strict=True)
+            for number, (layer, parts) in enumerate(zip(hidden, member_hidden, strict=True)):
+                weights = [part.weight for part in parts]
+                layer.weight.copy_(torch.block_diag(*weights) if number else torch.cat(weights))
+                layer.bias.copy_(torch.cat([part.bias for part in parts]))
+            head.weight.copy_(torch.cat([part.weight for part in member_heads], dim=1) / len(members))
+            head.bias.copy_(torch.stack([part.bias for part in member_heads]).mean(dim=0))
+
+
+def _actor_layers(policy: ActorCriticPolicy) -> list[torch.nn.Linear]:
+    return _linear_layers([*policy.mlp_extractor.policy_net, policy.action_net])
+
+
+def _critic_layers(policy: ActorCriticPolicy) -> list[torch.nn.Linear]:
+    return _linear_layers([*policy.mlp_extractor.value_net, policy.value_net])
 
 
 def logits_and_values(policy: ActorCriticPolicy, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,11 +7,12 @@ from pathlib import Path
 from kvpilot.agent.evaluation.workers import Workers
 from kvpilot.agent.policies.exported import DESCRIPTION
 from kvpilot.agent.training.clone import CloneReport, clone
+from kvpilot.agent.training.config import MAX_MEMBERS
 from kvpilot.agent.training.demonstrations import Demonstrations
 from kvpilot.agent.training.errors import TrainingError
 from kvpilot.agent.training.export import export
 from kvpilot.agent.training.labelling import LabelTask, label
-from kvpilot.agent.training.networks import Model, Normalization, build_model
+from kvpilot.agent.training.networks import Model, Normalization, build_model, join
 from kvpilot.agent.training.offline import offline_vector
 from kvpilot.agent.training.request import TrainRequest
 from kvpilot.agent.training.screen import Screen
@@ -42,12 +43,24 @@ def cloned(
     seed: int,
     on_epoch: Callable[[int], None] = lambda epoch: None,
 ) -> tuple[Model, CloneReport]:
-    """A model with new weights, fitted to the demonstrations; it has no environment to learn in yet."""
-    config = request.config
-    normalization = Normalization.of(data.stacked(config.environment.stack))
-    env = offline_vector(len(normalization.mean), request.actions.sizes, config.ppo.envs)
-    model = build_model(config, env, normalization, seed)
-    return model, clone(model.policy, data, config, request.actions.sizes, seed, on_epoch)
+    """A model joined of members that were fitted to the demonstrations, each from other weights and with other
+    episodes held out; it has no environment to learn in yet. The report is the mean of theirs."""
+    config, sizes = request.config, request.actions.sizes
+    normalization = Normalization.of(data.stacked(config.environment.stack, config.environment.averages))
+    env = offline_vector(len(normalization.mean), sizes, config.ppo.envs)
+
+    def fitted(number: int) -> tuple[Model, CloneReport]:
+        own = seed * MAX_MEMBERS + number
+        member = build_model(config, env, normalization, own)
+        done = number * config.clone.epochs
+        return member, clone(member.policy, data, config, sizes, own, lambda epoch: on_epoch(done + epoch))
+
+    members, reports = zip(*map(fitted, range(config.clone.members)), strict=True)
+    if len(members) == 1:
+        return members[0], reports[0]
+    joined = build_model(config, env, normalization, seed, len(members))
+    join(joined.policy, [member.policy for member in members])
+    return joined, CloneReport(*(sum(column) / len(column) for column in zip(*reports, strict=True)))
 
 
 def _label_round(

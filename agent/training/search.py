@@ -9,7 +9,7 @@ from typing import Any
 import optuna
 
 from kvpilot.agent.evaluation.workers import StoppedError
-from kvpilot.agent.training.config import TrainConfig, to_toml
+from kvpilot.agent.training.config import EnvironmentConfig, TrainConfig, to_toml
 from kvpilot.agent.training.errors import TrainingError
 from kvpilot.agent.training.request import TrainRequest
 from kvpilot.agent.training.rounds import demonstrate
@@ -88,14 +88,19 @@ def suggest(trial: optuna.trial.BaseTrial, base: TrainConfig) -> TrainConfig:
     """`base` with the searched fields replaced; one seed."""
     recurrent = trial.suggest_categorical("recurrent", [False, True])
     churn = defaults(base)["churn_price"]
+    averages = base.environment.averages or EnvironmentConfig().averages
     return base.with_(
         seeds=1,
         environment={
             "stack": 1 if recurrent else trial.suggest_int("stack", 1, 4),
+            "averages": ()
+            if recurrent or not trial.suggest_categorical("averages", [True, False])
+            else averages,
             "decide_every": trial.suggest_int("decide_every", 1, 4),
             "churn_price": trial.suggest_categorical("churn_price", sorted({*CHURN_PRICES, churn})),
         },
         clone={
+            "members": 1 if recurrent else base.clone.members,
             "hidden": (trial.suggest_int("units", 8, 128, log=True),) * 2,
             "input_noise": trial.suggest_float("input_noise", 0.0, 1.0),
             "temperature": trial.suggest_float("temperature", 0.003, 0.1, log=True),
@@ -121,6 +126,7 @@ def defaults(config: TrainConfig) -> dict[str, Any]:
     names = ("recurrent", "learning_rate", "clip", "target_kl", "discount", "gae_lambda", "entropy_weight")
     return {
         "stack": environment.stack,
+        "averages": bool(environment.averages),
         "decide_every": environment.decide_every,
         "churn_price": RewardWeights().churn if environment.churn_price is None else environment.churn_price,
         "units": clone.hidden[0],

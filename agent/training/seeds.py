@@ -74,11 +74,12 @@ class SeedRun:
     def _start(self) -> Model:
         """The clone, or what the checkpoint holds."""
         config = self.request.config
-        with self.screen.stage(f"seed {self.seed}: cloning", config.clone.epochs) as advance:
+        num_epochs = config.clone.members * config.clone.epochs
+        with self.screen.stage(f"seed {self.seed}: cloning", num_epochs) as advance:
             model, self.clone_report = cloned(
                 self.request, self.data, CLONE_SEED + self.seed, lambda epoch: advance(epoch, "")
             )
-            advance(config.clone.epochs, _in_words(self.clone_report))
+            advance(num_epochs, _in_words(self.clone_report))
         checkpoint = self.folder / CHECKPOINT
         if checkpoint.exists():
             load_checkpoint(model, checkpoint)

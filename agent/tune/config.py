@@ -18,9 +18,9 @@ from kvpilot.env.tuning.workload import Workload
 class Effort:
     """How much is tried. Trials count whether they were pruned or run in full."""
 
-    trials: int = 60  # of one setting for all workloads
-    regime_trials: int = 12  # per workload, of a setting for it alone; none if there is one workload
-    rule_trials: int = 40  # of the hysteresis rule
+    trials: int = 40  # of one setting for all workloads
+    regime_trials: int = 8  # per workload, of a setting for it alone; none if there is one workload
+    rule_trials: int = 24  # of the hysteresis rule
     episodes: int = 2  # per workload
     short_seconds: float = 1500.0  # of each episode, before half of the settings are given up
     seconds: float | None = None  # cuts the episodes, to try things out

@@ -1,6 +1,6 @@
 """The Gymnasium environments `KVCacheTuning-v0` and `LiveKVCacheTuning-v0`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -168,15 +168,16 @@ class LiveKVCacheTuningEnv(TuningEnv):
 
 
 class StackObservations(gym.Wrapper[Vector, Any, Vector, Any]):
-    """The last `depth` observations as one vector, oldest first; see Stack."""
+    """The last `depth` observations, oldest first, and running averages as one vector; see Stack."""
 
-    def __init__(self, env: gym.Env[Vector, Any], depth: int = 3) -> None:
+    def __init__(self, env: gym.Env[Vector, Any], depth: int = 3, averages: Sequence[float] = ()) -> None:
         super().__init__(env)
-        self.stack = Stack(depth)
+        self.stack = Stack(depth, averages)
         box = env.observation_space
         assert isinstance(box, spaces.Box)
+        copies = self.stack.copies
         self.observation_space = spaces.Box(
-            np.tile(box.low, depth), np.tile(box.high, depth), dtype=np.float32
+            np.tile(box.low, copies), np.tile(box.high, copies), dtype=np.float32
         )
 
     def reset(

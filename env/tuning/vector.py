@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -100,21 +100,37 @@ def _level_shares(shares: Mapping[str, float]) -> list[float]:
 
 
 class Stack:
-    """The last `depth` vectors, oldest first, as one. The first vector stands for those before it."""
+    """The last `depth` vectors, oldest first, and running averages of all, as one. The first vector stands for those
+    before it. An average over `length` moves by 1/length of the way to each vector."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, averages: Sequence[float] = ()) -> None:
         if depth < 1:
             raise ConfigError(f"stack={depth!r} is invalid: expected >= 1")
-        self.depth = depth
+        if not all(length >= 1 for length in averages):
+            raise ConfigError(f"averages={averages!r} is invalid: expected lengths >= 1")
+        self.depth, self.averages = depth, tuple(averages)
         self._seen: deque[Vector] = deque(maxlen=depth)
+        self._means: list[Vector] = []
+
+    @property
+    def copies(self) -> int:
+        """Vectors in one."""
+        return self.depth + len(self.averages)
 
     def reset(self) -> None:
         self._seen.clear()
 
     def push(self, vector: Vector) -> Vector:
-        """float32[depth * F]"""
-        self._seen.extend([vector] * (self.depth if not self._seen else 1))
-        return np.concatenate(self._seen)
+        """float32[copies * F]"""
+        if not self._seen:
+            self._seen.extend([vector] * (self.depth - 1))
+            self._means = [vector] * len(self.averages)
+        self._seen.append(vector)
+        self._means = [
+            mean + (vector - mean) / np.float32(length)
+            for mean, length in zip(self._means, self.averages, strict=True)
+        ]
+        return np.concatenate([*self._seen, *self._means])
 
 
 class Normalizer:

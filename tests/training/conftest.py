@@ -61,8 +61,8 @@ class BrokenReward(OneKnob):
 def small() -> TrainConfig:
     """Learns fast from nothing, unlike the defaults, which start from a clone."""
     return TrainConfig(seeds=1).with_(
-        environment={"stack": 1},
-        clone={"hidden": (16,), "epochs": 100, "learning_rate": 3e-3, "input_noise": 0.1},
+        environment={"averages": ()},
+        clone={"members": 1, "hidden": (16,), "epochs": 100, "learning_rate": 3e-3, "input_noise": 0.1},
         ppo={"envs": 2, "rollout_steps": 64, "batch_size": 64, "epochs": 10, "steps": 4096}
         | {"learning_rate": 3e-3, "clip": 0.2, "target_kl": 0.2, "discount": 0.8},
     )
@@ -107,7 +107,7 @@ def tuned(tmp_path):
 SMALLEST = TrainConfig(seeds=1, workers=1).with_(
     environment={"stack": 2, "decide_every": 1},
     demonstrations={"rounds": 2, "episodes": 2, "label_every": 2, "horizon_seconds": 20.0},
-    clone={"hidden": (8,), "epochs": 20},
+    clone={"members": 2, "hidden": (8,), "epochs": 20},
     ppo={"envs": 1, "steps": 32, "rollout_steps": 16, "batch_size": 16, "epochs": 2},
     selection={"episodes": 1, "every_steps": 16},
 )

@@ -9,7 +9,13 @@ from kvpilot.agent.policies.numpy_network import NumpyNetwork
 from kvpilot.agent.training.clone import advantages, clone
 from kvpilot.agent.training.demonstrations import Demonstrations
 from kvpilot.agent.training.errors import TrainingError
-from kvpilot.agent.training.networks import Normalization, actor_tensors, build_model, logits_and_values
+from kvpilot.agent.training.networks import (
+    Normalization,
+    actor_tensors,
+    build_model,
+    join,
+    logits_and_values,
+)
 
 from .conftest import OneKnob
 
@@ -74,6 +80,20 @@ def test_the_value_head_predicts_returns(small, make_policy):
     with torch.no_grad():
         _, values = logits_and_values(policy, torch.from_numpy(data.features[:5]))
     assert values.numpy() == pytest.approx([0.5 / (1 - 0.8)] * 5, rel=0.1)
+
+
+@pytest.mark.parametrize("hidden", [(5,), (5, 4)])
+def test_joined_networks_give_the_mean_of_their_logits_and_values(small, hidden):
+    config, env = small.with_(clone={"hidden": hidden}), DummyVecEnv([OneKnob])
+    normalization = Normalization.of(demonstrations().features)
+    members = [build_model(config, env, normalization, seed).policy for seed in range(3)]
+    joined = build_model(config, env, normalization, seed=9, members=3).policy
+    join(joined, members)
+    inputs = torch.from_numpy(demonstrations().features)
+    outputs = [logits_and_values(member, inputs) for member in members]
+    for got, parts in zip(logits_and_values(joined, inputs), zip(*outputs, strict=True), strict=True):
+        assert torch.allclose(got, torch.stack(parts).mean(dim=0), atol=1e-6)
+    assert (outputs[0][0] - outputs[1][0]).abs().max() > 1e-3
 
 
 def test_returns_by_hand_and_unknown_near_the_end():

@@ -77,7 +77,7 @@ def test_ppo_refuses_it_by_name_and_keeps_a_checkpoint(make_request, screen, tmp
 def test_several_environments_run_in_processes_and_are_stacked(make_request):
     request = make_request()
     config = request.config.with_(
-        ppo={"envs": 2, "rollout_steps": 16, "batch_size": 16}, environment={"stack": 2}
+        ppo={"envs": 2, "rollout_steps": 16, "batch_size": 16}, environment={"stack": 2, "averages": (3.0,)}
     )
     env = make_environments(
         config, request.actions, request.weights, [request.training_episode(k) for k in range(2)], [0]
@@ -85,10 +85,10 @@ def test_several_environments_run_in_processes_and_are_stacked(make_request):
     try:
         first = env.reset()
         assert isinstance(first, np.ndarray)
-        assert first.shape == (2, 2 * len(FEATURES))
+        assert first.shape == (2, 3 * len(FEATURES))
         later, rewards, _, infos = env.step(np.array([1, 2]))
         assert isinstance(later, np.ndarray)
-        assert (later[:, : len(FEATURES)] == first[:, len(FEATURES) :]).all()
+        assert (later[:, : len(FEATURES)] == first[:, len(FEATURES) : 2 * len(FEATURES)]).all()
         assert np.isfinite(rewards).all()
         assert {"hits", "quality", "total"} <= set(infos[0]["reward_parts"])
     finally:

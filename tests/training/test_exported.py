@@ -29,7 +29,7 @@ from kvpilot.env.tuning.actions import DEFAULT_GRIDS, Absolute, Portfolio, Setti
 from kvpilot.env.tuning.vector import FEATURES, Stack, vectorize
 
 NUM = len(FEATURES)
-STACK = 3
+STACK, AVERAGES = 2, (3.0,)
 BOUNDS = knob_bounds(EngineConfig())
 KNOBS = {"ttl_seconds": 20.0, "size_factor": 0.5, "max_batch": 16, "kv_level": 1}
 PORTFOLIO = Portfolio(
@@ -57,6 +57,7 @@ def describe(actions=PORTFOLIO, **changes) -> PolicyDescription:
         "name": "ppo",
         "actions": actions,
         "stack": STACK,
+        "averages": AVERAGES,
         "interval_seconds": 120.0,
         "bounds": BOUNDS,
         "envelope_low": (0.0,) * NUM,
@@ -72,10 +73,10 @@ def make_model(small):
 
     def make(actions=PORTFOLIO, recurrent=False):
         rng = np.random.default_rng(0)
-        mean, std = rng.uniform(0, 1, STACK * NUM), rng.uniform(0.1, 1, STACK * NUM)
+        mean, std = rng.uniform(0, 1, (STACK + len(AVERAGES)) * NUM), rng.uniform(0.1, 1, (STACK + len(AVERAGES)) * NUM)
         normalization = Normalization(mean=mean.astype(np.float32), std=std.astype(np.float32))
         config = small.with_(ppo={"recurrent": recurrent, "lstm_units": 12})
-        model = build_model(config, offline_vector(STACK * NUM, actions.sizes, 2), normalization, seed=3)
+        model = build_model(config, offline_vector((STACK + len(AVERAGES)) * NUM, actions.sizes, 2), normalization, seed=3)
         with torch.no_grad():
             for parameter in model.policy.action_net.parameters():
                 parameter.mul_(100)
@@ -93,7 +94,7 @@ def folder(make_model, tmp_path):
 @pytest.mark.parametrize("recurrent", [False, True], ids=["mlp", "lstm"])
 def test_the_numpy_network_equals_the_torch_network(make_model, recurrent):
     policy = make_model(recurrent=recurrent).policy
-    inputs = np.random.default_rng(1).uniform(0, 1, (200, STACK * NUM)).astype(np.float32)
+    inputs = np.random.default_rng(1).uniform(0, 1, (200, (STACK + len(AVERAGES)) * NUM)).astype(np.float32)
     with torch.no_grad():
         expected, _ = logits_and_values(policy, torch.from_numpy(inputs))
     network = NumpyNetwork(actor_tensors(policy))
@@ -110,7 +111,7 @@ def test_the_exported_policy_acts_as_the_one_of_sb3(make_model, tmp_path, action
     model = make_model(actions, recurrent)
     write_exported(tmp_path, describe(actions), actor_tensors(model.policy))
     policy, rng = load_exported(tmp_path), np.random.default_rng(2)
-    stack, state, seen = Stack(STACK), None, set()
+    stack, state, seen = Stack(STACK, AVERAGES), None, set()
     policy.reset()
     for step in range(100):
         now = observation(rng, step * 60.0)
@@ -201,7 +202,8 @@ BROKEN = {
     "no JSON": (lambda folder: (folder / DESCRIPTION).write_text("{"), "malformed"),
     "JSON of something else": (lambda folder: (folder / DESCRIPTION).write_text("[1]"), "malformed"),
     "unknown actions": (break_json(actions={"kind": "magic"}), "kind='magic'"),
-    "another stack": (break_json(stack=2), "inputs"),
+    "another stack": (break_json(stack=3), "inputs"),
+    "other averages": (break_json(averages=[3.0, 10.0]), "inputs"),
     "an envelope of another length": (break_json(envelope_low=[0.0]), "envelope_low"),
 }
 

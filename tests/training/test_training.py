@@ -178,7 +178,7 @@ def test_a_recurrent_policy_trains_and_runs(make_request, run, workload):
     config = SMALLEST.with_(
         environment={"stack": 1},
         demonstrations={"rounds": 1},
-        clone={"epochs": 3},
+        clone={"members": 1, "epochs": 3},
         ppo={"recurrent": True, "lstm_units": 4, "steps": 16},
     )
     done = run(make_request(config))

@@ -75,6 +75,21 @@ def test_knobs_are_placed_between_their_bounds():
     assert np.diff(ttl) == pytest.approx([0.2] * 4, abs=0.02)
 
 
+def test_averages_begin_at_the_first_vector_and_forget():
+    stack = Stack(1, (2.0, 4.0))
+    one, two = np.float32([1]), np.float32([2])
+    assert stack.push(one).tolist() == [1, 1, 1]
+    assert stack.push(two).tolist() == [2, 1.5, 1.25]
+    assert stack.push(two).tolist() == [2, 1.75, 1.4375]
+    stack.reset()
+    assert stack.push(two).tolist() == [2, 2, 2]
+
+
+def test_an_average_over_less_than_one_vector_is_refused():
+    with pytest.raises(ConfigError, match="averages"):
+        Stack(1, (0.5,))
+
+
 def test_a_stack_begins_with_copies():
     stack = Stack(3)
     one, two = np.array([1.0], np.float32), np.array([2.0], np.float32)
