@@ -14,7 +14,7 @@ from rich.table import Table
 
 from kvpilot.agent.audit import AuditLine, read_audit
 from kvpilot.agent.control_replay import replay
-from kvpilot.agent.counterfactual import Question, in_words
+from kvpilot.agent.counterfactual import Question, in_words, traffic_in_words
 
 DIFFERENCES_SHOWN = 20
 STYLES = {
@@ -60,9 +60,9 @@ def run_audit(config: AuditConfig) -> int:
     for line in lines:
         if line.kind == "counterfactual":
             question = Question(line.record["present"], line.record["proposed"])
-            console.print(
-                f"{_clock(line.record)} counterfactual: {in_words(question, line.record['result'])}"
-            )
+            traffic = traffic_in_words(line.record.get("traffic", "recorded"), line.record["result"])
+            what = in_words(question, line.record["result"])
+            console.print(f"{_clock(line.record)} counterfactual, {traffic}: {what}")
     return 0
 
 

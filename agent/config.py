@@ -36,6 +36,7 @@ FILES = {
     ".toml": TomlConfigSettingsSource,
     ".json": JsonConfigSettingsSource,
 }
+SECRETS = {"admin_token", "bearer_token", "headers"}  # settings whose values are never shown
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 KnobName = Literal["ttl_seconds", "size_factor", "max_batch", "kv_level"]
@@ -43,6 +44,11 @@ KnobName = Literal["ttl_seconds", "size_factor", "max_batch", "kv_level"]
 
 class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def _can_be_sent(name: str, value: str) -> bool:
+    """As an HTTP header."""
+    return all(text.isascii() and text.isprintable() and text.strip() == text != "" for text in (name, value))
 
 
 class SloSettings(Part):
@@ -74,17 +80,40 @@ class GuardSettings(Part):
 class PrometheusSettings(Part):
     url: str = "http://127.0.0.1:9090"
     selector: dict[str, str] = Field(default_factory=dict)  # labels of the one engine, e.g. {pod: chat-0}
+    headers: dict[str, SecretStr] = Field(default_factory=dict)  # of every query, e.g. X-Scope-OrgID
+    bearer_token: SecretStr | None = None  # KVPILOT_PROMETHEUS__BEARER_TOKEN
+    bearer_token_file: Path | None = None  # instead; read for every query, as tokens are renewed
+
+    @model_validator(mode="after")
+    def _one_authorization(self) -> "PrometheusSettings":
+        given = [
+            name for name in ("bearer_token", "bearer_token_file") if getattr(self, name) is not None
+        ] + [f"headers.{name}" for name in self.headers if name.lower() == "authorization"]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} exclude each other: expected one")
+        for name, value in {"bearer_token": self.bearer_token, **self.headers}.items():
+            if value is not None and not _can_be_sent(name, value.get_secret_value()):
+                raise ValueError(f"{name} cannot be sent in a header: expected printable ASCII in one line")
+        return self
 
 
 class CounterfactualSettings(Part):
-    """What the proposed knobs would have given, simulated beside the live traffic. null: off."""
+    """What the proposed knobs would have given, simulated beside the live traffic. Neither `trace` nor `statistics`:
+    off."""
 
     trace: Path | None = None  # what `autotune serve --record` appends to
+    statistics: bool = False  # where none is recorded: traffic drawn from what the metrics tell, an estimate
     profile: str = "cpu-smollm2"  # latency profile of the engine
     pool_bytes: Annotated[int, Field(gt=0)] | None = None  # null: what the engine says
-    window_seconds: Seconds = 600.0  # of the trace's end
+    window_seconds: Seconds = 600.0  # of the traffic, up to now
     every_seconds: Seconds = 300.0
     timeout_seconds: Seconds = 120.0
+
+    @model_validator(mode="after")
+    def _one_traffic(self) -> "CounterfactualSettings":
+        if self.trace is not None and self.statistics:
+            raise ValueError("trace and statistics exclude each other: a recording tells more")
+        return self
 
 
 class RunSettings(BaseSettings):
@@ -201,9 +230,19 @@ def _first(error: ValidationError) -> str:
     if not first["loc"]:
         return message
     name = ".".join(str(part) for part in first["loc"])
+    given = repr(_without_secrets(first["input"], *first["loc"]))
     if first["type"] == "extra_forbidden":
-        return f"{name}={first['input']!r:.80} is invalid: there is no such setting"
-    return f"{name}={first['input']!r:.80} is invalid: {message[:1].lower()}{message[1:]}"
+        return f"{name}={given:.80} is invalid: there is no such setting"
+    return f"{name}={given:.80} is invalid: {message[:1].lower()}{message[1:]}"
+
+
+def _without_secrets(value: object, *names: object) -> object:
+    """As given, but for what stands under a secret's name."""
+    if SECRETS & {str(name) for name in names}:
+        return "***"
+    if isinstance(value, Mapping):
+        return {name: _without_secrets(entry, name) for name, entry in value.items()}
+    return value
 
 
 def parse_listen(address: str) -> tuple[str, int]:

@@ -26,10 +26,14 @@ METRICS: dict[str, Metric] = {
     ),
     "observed": Metric("gauge", "The last window, as measured", ("metric",)),
     "counterfactual": Metric(
-        "gauge", "The recorded traffic under the proposed knobs, as simulated", ("metric",)
+        "gauge",
+        "Traffic, recorded or estimated, under the proposed knobs, as simulated",
+        ("traffic", "metric"),
     ),
     "counterfactual_baseline": Metric(
-        "gauge", "The recorded traffic under the present knobs, as simulated", ("metric",)
+        "gauge",
+        "Traffic, recorded or estimated, under the present knobs, as simulated",
+        ("traffic", "metric"),
     ),
     "slo_pressure": Metric("gauge", "The worst of measured / limit: above 1 the SLO is violated"),
     "quality_loss": Metric("gauge", "Mean KL in nats per token over the pages that decode steps read"),
@@ -90,11 +94,12 @@ class AgentMetrics:
         histogram.observe(seconds)
 
     def set_counterfactual(
-        self, proposed: Mapping[str, float | None], present: Mapping[str, float | None]
+        self, traffic: str, proposed: Mapping[str, float | None], present: Mapping[str, float | None]
     ) -> None:
+        """`traffic` is recorded, or estimated: drawn from statistics."""
         for family, values in (("counterfactual", proposed), ("counterfactual_baseline", present)):
             for name, value in values.items():
-                self._gauge(family, value, name)
+                self._gauge(family, value, traffic, name)
 
     def __call__(self, decision: Decision, memory: Memory, inputs: Inputs | None) -> None:
         self._counter("decisions", decision.outcome.value)

@@ -1,4 +1,5 @@
-"""What the proposed knobs would have given: the recorded traffic, simulated in a process of its own beside the loop.
+"""What the proposed knobs would have given: the traffic, recorded or drawn from live statistics, simulated in a process
+of its own beside the loop.
 
 The simulation has the lowest priority and its memory goes when it ends, so that the sidecar stays small.
 """
@@ -15,7 +16,9 @@ from typing import Any, NamedTuple, Protocol
 from kvpilot.agent.audit import AuditError, AuditLog
 from kvpilot.agent.config import CounterfactualSettings, RunSettings
 from kvpilot.agent.control_nouns import Decision, Inputs, Outcome
+from kvpilot.agent.counterfactual_statistics import TooLittleSeenError, TrafficStatistics, WatchedSource
 from kvpilot.engine.errors import ConfigError, KVPilotError
+from kvpilot.exporter.source import Source
 
 log = logging.getLogger("kvpilot.agent")
 WORKER = "kvpilot.agent.counterfactual_worker"
@@ -30,7 +33,7 @@ class Figures(Protocol):
     """Told of every result; AgentMetrics is the one that shows them."""
 
     def set_counterfactual(
-        self, proposed: Mapping[str, float | None], present: Mapping[str, float | None]
+        self, traffic: str, proposed: Mapping[str, float | None], present: Mapping[str, float | None]
     ) -> None: ...
 
 
@@ -50,13 +53,15 @@ class Counterfactual:
         audit: AuditLog,
         figures: Figures,
     ) -> None:
-        assert settings.trace is not None
-        if not settings.trace.parent.is_dir():  # the file itself may be written later
+        assert settings.trace is not None or settings.statistics
+        if settings.trace is not None and not settings.trace.parent.is_dir():  # the file may be written later
             raise ConfigError(
                 f"counterfactual.trace={str(settings.trace)!r} is invalid: there is no such folder; "
                 "expected the file that `autotune serve --record FILE` writes"
             )
         self._settings, self._slo, self._audit, self._figures = settings, dict(slo), audit, figures
+        self.traffic = "recorded" if settings.trace is not None else "estimated"
+        self._statistics = TrafficStatistics(settings.window_seconds)
         self._question: Question | None = None
         self._stop = threading.Event()
         self._asked = threading.Event()
@@ -67,7 +72,7 @@ class Counterfactual:
     def from_settings(
         cls, settings: RunSettings, audit: AuditLog, figures: Figures
     ) -> "Counterfactual | None":
-        if settings.counterfactual.trace is None:
+        if settings.counterfactual.trace is None and not settings.counterfactual.statistics:
             return None
         return cls(settings.counterfactual, settings.slo.model_dump(), audit, figures)
 
@@ -81,6 +86,10 @@ class Counterfactual:
         if self._worker is not None:
             self._worker.kill()
         self._thread.join(5)
+
+    def watch(self, source: Source) -> Source:
+        """The source to observe by: what it gives is the statistics that traffic is drawn from."""
+        return source if self.traffic == "recorded" else WatchedSource(source, self._statistics)
 
     def note(self, decision: Decision, inputs: Inputs | None) -> None:
         """Remembers what the policy wants, as far as the engine has it; of decisions only."""
@@ -103,16 +112,20 @@ class Counterfactual:
     def _answer(self, question: Question) -> None:
         try:
             answer = self.simulate(question)
+        except TooLittleSeenError as error:
+            log.info("no counterfactual yet: %s", error)
+            return
         except CounterfactualError as error:
             if not self._stop.is_set():
                 log.warning("no counterfactual: %s", error)
             return
         proposed, present = answer["proposed"], answer["present"]
-        self._figures.set_counterfactual(proposed, present)
-        log.info("counterfactual over %d requests: %s", answer["requests"], in_words(question, answer))
+        self._figures.set_counterfactual(self.traffic, proposed, present)
+        log.info("counterfactual, %s: %s", traffic_in_words(self.traffic, answer), in_words(question, answer))
         record = {
             "kind": "counterfactual",
             "time": round(time.time(), 3),
+            "traffic": self.traffic,
             **question._asdict(),
             "result": answer,
         }
@@ -122,11 +135,16 @@ class Counterfactual:
             log.warning("%s", error)
 
     def simulate(self, question: Question) -> dict[str, Any]:
-        """Runs the worker; CounterfactualError if it fails or takes longer than `timeout_seconds`."""
+        """Runs the worker; CounterfactualError if it fails or takes longer than `timeout_seconds`, TooLittleSeenError
+        if there is no traffic to draw from yet."""
         settings = self._settings
         job = {
             **question._asdict(),
-            "trace": str(settings.trace),
+            **(
+                {"trace": str(settings.trace)}
+                if settings.trace
+                else {"statistics": self._statistics.describe()}
+            ),
             "profile": settings.profile,
             "window_seconds": settings.window_seconds,
             "slo": self._slo,
@@ -146,6 +164,17 @@ class Counterfactual:
         if self._worker.returncode != 0:
             raise CounterfactualError(err.strip().splitlines()[-1] if err.strip() else "the worker died")
         return json.loads(out)
+
+
+def traffic_in_words(traffic: str, answer: Mapping[str, Any]) -> str:
+    """Over what it was simulated; an estimate is called one."""
+    if traffic == "recorded":
+        return f"{answer['requests']} recorded requests"
+    fit = answer["fit"]
+    return (
+        f"an estimate, {answer['requests']} requests drawn from statistics, hit rate "
+        f"{_short(fit['hit_rate_fitted'])} for {_short(fit['hit_rate_measured'])} measured"
+    )
 
 
 def in_words(question: Question, answer: Mapping[str, Any]) -> str:

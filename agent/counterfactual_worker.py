@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from kvpilot.agent.counterfactual_traffic import bounds_of_continued, draw_traffic, solve
 from kvpilot.engine.config import KNOB_NAMES, Knobs
 from kvpilot.engine.errors import ConfigError, KVPilotError
 from kvpilot.env.replay.result import DONE, ReplayResult
@@ -21,29 +22,68 @@ from kvpilot.env.traces.trace import Trace
 from kvpilot.env.tuning.reward import RewardWeights, relative_loss
 
 NICEST = 19
+FIT_ROUNDS = 6  # of halving: the share is then known to a hundredth
 WARM_UP = 1.0  # windows before the one that counts: a cache is not cold in the middle of the day
 
 
 def simulate(job: dict[str, Any]) -> dict[str, Any]:
-    """`present` and `proposed` figures over the last `window_seconds` of the trace; ConfigError for an empty one."""
-    trace = read_trace(Path(job["trace"]), skip_bad=True)  # its last line may be half written
-    seconds = float(job["window_seconds"])
+    """`present` and `proposed` figures over the traffic's last part; before it the cache warms up. The traffic is a
+    recorded `trace`, or is drawn from `statistics`. Raises ConfigError where there is none."""
+    if job.get("statistics") is not None:
+        return _simulate_drawn(job)
+    tail, since = recorded(Path(job["trace"]), float(job["window_seconds"]))
+    return _compared(tail, since, job)
+
+
+def recorded(path: Path, seconds: float) -> tuple[Trace, float]:
+    """The end of a trace from time 0, and when the last `seconds` of it begin."""
+    trace = read_trace(path, skip_bad=True)  # its last line may be half written
     end = float(trace.arrival_seconds[-1])
     tail = trace.select(trace.arrival_seconds >= end - (1 + WARM_UP) * seconds)
-    counts = tail.arrival_seconds >= end - seconds
-    if not counts.any():
-        raise ConfigError(f"trace={job['trace']!r} is empty: nothing to simulate")
+    if not (tail.arrival_seconds >= end - seconds).any():
+        raise ConfigError(f"trace={str(path)!r} is empty: nothing to simulate")
     first = float(tail.arrival_seconds[0])
-    tail = tail.replace(arrival_seconds=tail.arrival_seconds - first)
-    figures = {
-        name: _figures(tail, end - seconds - first, job[name], job) for name in ("present", "proposed")
-    }
-    return {"requests": int(counts.sum()), **figures}
+    return tail.replace(arrival_seconds=tail.arrival_seconds - first), end - seconds - first
+
+
+def _simulate_drawn(job: dict[str, Any]) -> dict[str, Any]:
+    """The share of continuing requests is fitted to the hit rate that was measured under the present knobs."""
+    statistics, replay = job["statistics"], _replay(job["present"], job)
+    since = WARM_UP * sum(seconds for seconds, _ in statistics["arrivals"])
+
+    def draw(continued: float) -> Trace:
+        return draw_traffic(
+            statistics,
+            continued=continued,
+            page_size=replay.engine.page_size,
+            max_tokens=min(replay.model.max_len, 1 << 30),
+            warm_up=WARM_UP,
+        )
+
+    def hit_rate(continued: float) -> float:
+        return _figures(draw(continued), since, job["present"], job)["hit_rate"] or 0.0
+
+    low, high = bounds_of_continued(statistics)
+    continued, fitted = solve(hit_rate, statistics["hit_rate"], low, high, FIT_ROUNDS)
+    answer = _compared(draw(continued), since, job)
+    fit = {"continued": continued, "hit_rate_measured": statistics["hit_rate"], "hit_rate_fitted": fitted}
+    return {**answer, "fit": fit}
+
+
+def _compared(trace: Trace, since: float, job: dict[str, Any]) -> dict[str, Any]:
+    requests = int((trace.arrival_seconds >= since).sum())
+    figures = {name: _figures(trace, since, job[name], job) for name in ("present", "proposed")}
+    return {"requests": requests, **figures}
 
 
 def _figures(
     trace: Trace, since: float, knobs: dict[str, float], job: dict[str, Any]
 ) -> dict[str, float | None]:
+    replay = _replay(knobs, job)
+    return figures_of(replay_simulated(trace, replay), since, replay.slo)
+
+
+def _replay(knobs: dict[str, float], job: dict[str, Any]) -> SimReplay:
     profile = load_profile(job["profile"])
     config = profile.engine_config()
     if job["pool_bytes"] is not None:
@@ -54,13 +94,12 @@ def _figures(
         ttft_seconds=job["slo"].get("ttft_p99_seconds") or Slo().ttft_seconds,
         inter_token_seconds=job["slo"].get("inter_token_p99_seconds") or Slo().inter_token_seconds,
     )
-    replay = SimReplay(
+    return SimReplay(
         profile=profile,
         engine=config.with_(max_batch_ceiling=ceiling, knobs=chosen),
         slo=slo,
         window_seconds=60.0,
     )
-    return figures_of(replay_simulated(trace, replay), since, slo)
 
 
 def figures_of(result: ReplayResult, since: float, slo: Slo) -> dict[str, float | None]:

@@ -72,7 +72,7 @@ class Sidecar:
             policy=self.loaded.policy,
             audit=self.audit,
             limits=limits,
-            source=source,
+            source=source if self.counterfactual is None else self.counterfactual.watch(source),
             window_seconds=decision_seconds,
             decide_every=settings.decide_every,
             control=self._control,

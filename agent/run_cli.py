@@ -130,10 +130,11 @@ def run(
         str | None, Option(help="text or json. [default: text]", rich_help_panel=SIDECAR)
     ] = None,
     counterfactual: Annotated[
-        Path | None,
+        str | None,
         Option(
-            metavar="TRACE",
-            help="What `autotune serve --record` writes: simulates beside it what the proposed knobs would give.",
+            metavar="TRACE | statistics",
+            help="Simulate beside it what the proposed knobs would give: over what `autotune serve --record` writes, "
+            "or, as an estimate, over traffic drawn from the metrics.",
             rich_help_panel=SIDECAR,
         ),
     ] = None,
@@ -172,13 +173,17 @@ def run(
         "pod_name": pod_name,
         "listen": listen,
         "log_format": log_format,
-        "counterfactual": _given(trace=counterfactual),
+        "counterfactual": _traffic(counterfactual),
     }
     raise typer.Exit(run_loop(load_settings(_given(**flags), config)))
 
 
 def _given(**flags: Any) -> dict[str, Any]:
     return {name: value for name, value in flags.items() if value not in (None, {}, [])}
+
+
+def _traffic(counterfactual: str | None) -> dict[str, Any]:
+    return {"statistics": True} if counterfactual == "statistics" else _given(trace=counterfactual)
 
 
 def _labels(pairs: list[str] | None) -> dict[str, str]:

@@ -88,14 +88,23 @@ DECISIONS = Row(
 )
 
 
+SIMULATED = "Simulated on the recorded traffic, or on an estimate of it that is drawn from statistics."
+
+
 def _compared(title: str, metric: str, tells: str, unit: str = "short") -> Panel:
     where = f'metric="{metric}"'
     return Panel(
         title=title,
         queries=(
             (S.agent_gauge("observed", where=where, how="avg"), "observed"),
-            (S.agent_gauge("counterfactual_baseline", where=where, how="avg"), "simulated, present knobs"),
-            (S.agent_gauge("counterfactual", where=where, how="avg"), "simulated, proposed knobs"),
+            (
+                S.agent_gauge("counterfactual_baseline", "traffic", where=where, how="avg"),
+                "simulated, present knobs, {{traffic}} traffic",
+            ),
+            (
+                S.agent_gauge("counterfactual", "traffic", where=where, how="avg"),
+                "simulated, proposed knobs, {{traffic}} traffic",
+            ),
         ),
         unit=unit,
         span=6,
@@ -109,10 +118,8 @@ VALUE = Row(
         _compared(
             "Objective", "objective", "The live reward: goodput under the SLO and hits less quality loss."
         ),
-        _compared("Hit rate", "hit_rate", "Simulated on the traffic that arrived.", "percentunit"),
-        _compared(
-            "Time to first token p99", "ttft_p99_seconds", "Simulated on the traffic that arrived.", "s"
-        ),
+        _compared("Hit rate", "hit_rate", SIMULATED, "percentunit"),
+        _compared("Time to first token p99", "ttft_p99_seconds", SIMULATED, "s"),
         _compared("Mean latency", "e2e_mean_seconds", "Arrival to last token.", "s"),
     ),
 )

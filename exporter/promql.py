@@ -4,12 +4,14 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Protocol
 
 from prometheus_api_client.exceptions import PrometheusApiClientException
 from prometheus_api_client.prometheus_connect import PrometheusConnect
 from prometheus_client.samples import Sample
-from requests import RequestException, Session
+from requests import PreparedRequest, RequestException, Session
+from requests.auth import AuthBase
 from urllib3.util.retry import Retry
 
 from kvpilot.engine.errors import ConfigError
@@ -48,8 +50,8 @@ class PromSource:
 
     Both ends are scrapes that Prometheus made, read back whole: raw values, nothing extrapolated. The newest
     may be `max_age_seconds` old by the server's clock (three scrape intervals, say), or SourceError is raised.
-    Each window costs four small queries, each with `timeout_seconds`. `reading` is for other engines: the
-    metric map of an adapter, to be wrapped into an AdaptedSource.
+    Each window costs four small queries, each with `timeout_seconds` and `headers`; `bearer_token_file` is read for
+    every one. `reading` is for other engines: the metric map of an adapter, to be wrapped into an AdaptedSource.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class PromSource:
         max_age_seconds: float = 45.0,
         timeout_seconds: float = 5.0,
         headers: Mapping[str, str] | None = None,
+        bearer_token_file: Path | None = None,
         reading: Reading | None = None,
     ) -> None:
         if not url.startswith(("http://", "https://")):
@@ -73,6 +76,8 @@ class PromSource:
         self._timeout_seconds = timeout_seconds
         self._reading = reading or OwnReading()
         self._session = Session()
+        if bearer_token_file is not None:
+            self._session.auth = TokenFile(bearer_token_file)
         self._prometheus = PrometheusConnect(
             self._url,
             headers=dict(headers or {}),
@@ -163,6 +168,26 @@ class PromSource:
 
     def _name(self, name: str) -> str:
         return f"{name}{{{self._selector}}}"
+
+
+class TokenFile(AuthBase):
+    """The token is read for every request: a kubelet or an agent renews it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __call__(self, r: PreparedRequest) -> PreparedRequest:
+        try:
+            token = self._path.read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "not ASCII"
+            raise SourceError(f"bearer_token_file={str(self._path)!r} cannot be read: {why}") from error
+        if not token.isprintable() or not token or " " in token:
+            raise SourceError(
+                f"bearer_token_file={str(self._path)!r} is invalid: expected one token in one line"
+            )
+        r.headers["Authorization"] = f"Bearer {token}"
+        return r
 
 
 class OwnReading:

@@ -106,3 +106,28 @@ def test_the_control_document_replaces_what_it_names_and_no_more():
 def test_a_secret_is_not_shown():
     settings = load_settings({"admin_token": "do-not-log-me"})
     assert "do-not-log-me" not in repr(settings)
+
+
+def test_a_recording_or_statistics_not_both():
+    with pytest.raises(ConfigError, match="exclude each other"):
+        load_settings({"counterfactual": {"trace": "traffic.jsonl", "statistics": True}})
+
+
+@pytest.mark.parametrize(
+    "prometheus",
+    [
+        {"bearer_token": "very-secret", "bearer_token_file": "/token"},
+        {"bearer_token": "very-secret", "headers": {"authorization": "Basic very-secret"}},
+        {"bearer_token": "very-secret\n"},
+        {"headers": {"X-Scope-OrgID": ["very-secret"]}},
+        {"headers": "very-secret"},
+        {"headers": {"X Y\r\n": "very-secret"}},
+        {"bearer_token": "very-secret", "selector": "not a mapping"},
+    ],
+)
+def test_no_error_shows_a_secret(prometheus, monkeypatch):
+    with pytest.raises(ConfigError) as refused:
+        load_settings({"prometheus": prometheus})
+    assert "very-secret" not in str(refused.value)
+    monkeypatch.setenv("KVPILOT_PROMETHEUS__BEARER_TOKEN", "very-secret")
+    assert "very-secret" not in repr(load_settings({}))

@@ -21,11 +21,11 @@ class Shown:
     """Stands where the metrics do."""
 
     def __init__(self) -> None:
-        self.results: list[tuple[dict, dict]] = []
+        self.results: list[tuple[str, dict, dict]] = []
         self.arrived = threading.Event()
 
-    def set_counterfactual(self, proposed, present) -> None:
-        self.results.append((dict(proposed), dict(present)))
+    def set_counterfactual(self, traffic, proposed, present) -> None:
+        self.results.append((traffic, dict(proposed), dict(present)))
         self.arrived.set()
 
 

@@ -297,7 +297,7 @@ def test_a_loop_that_no_longer_turns_is_unhealthy():
 
 def test_any_wish_can_be_shown_as_a_metric():
     metrics = AgentMetrics(CollectorRegistry(), GuardLimits())
-    metrics.set_counterfactual({"hit_rate": None, "objective": 0.5}, {"hit_rate": 0.1})
+    metrics.set_counterfactual("recorded", {"hit_rate": None, "objective": 0.5}, {"hit_rate": 0.1})
 
 
 def test_json_logs_carry_the_decision(make_sidecar, engine, caplog):

@@ -2,6 +2,7 @@
 the operator, and the ConfigMap by hand, without one."""
 
 import shutil
+from contextlib import suppress
 
 import pytest
 import yaml
@@ -10,6 +11,16 @@ pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.timeout(300)]
 NAME = "kvpilot-engine"
 CONFIG_MAP = f"{NAME}-control"
 KILLED = {"killed": "the control document says kill"}
+
+
+@pytest.fixture(scope="module")
+def workload(cluster, helpers):
+    """A steady Deployment of two pods, by the name of which the sidecar's Role speaks."""
+    cluster.deploy(NAME, 2)
+    yield
+    foreground = {"propagationPolicy": "Foreground"}
+    cluster.server.call("DELETE", helpers.path_of("Deployment", NAME), foreground)
+    helpers.wait_for(lambda: not cluster.try_get("Deployment", NAME), "the Deployment is gone")
 
 
 @pytest.fixture
@@ -29,8 +40,11 @@ def start_loop(rehearsal, cluster, tmp_path):
         "KVPILOT_POD_NAME": "a-pod",
     }
     yield lambda: rehearsal.loop(environment=environment)
-    for kind, name in (("KVPolicy", NAME), ("ConfigMap", CONFIG_MAP), ("Deployment", NAME)):
-        if cluster.try_get(kind, name):
+    from kubernetes.client.exceptions import NotFoundException
+
+    cluster.stop_operators()
+    for kind, name in (("KVPolicy", NAME), ("ConfigMap", CONFIG_MAP)):
+        with suppress(NotFoundException):  # the ConfigMap goes with its KVPolicy
             cluster.delete(kind, name)
 
 
@@ -61,9 +75,8 @@ def start_loop(rehearsal, cluster, tmp_path):
     ],
 )
 def test_by_way_of_the_operator(
-    rehearsal, cluster, start_operator, start_loop, label, kind, switch, back, expected
+    rehearsal, cluster, workload, start_operator, start_loop, label, kind, switch, back, expected
 ):
-    cluster.deploy(NAME, 2)
     start_operator()
     cluster.create_policy(NAME, mode="auto", policy={"builtin": "random"})
     cluster.wait_for_document(NAME, mode="auto")
