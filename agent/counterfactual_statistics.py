@@ -109,7 +109,8 @@ def sample_of(snapshot: StatsSnapshot) -> Sample:
 
 
 def describe(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Rates by window, moments of the lengths, hit rate, and how long pages lay idle before they were hit or released.
+    """Rates by window, moments of the lengths, hits (share, and tokens per request), and how long pages lay idle before
+    they were hit or released.
 
     The engine exports no histogram of lengths. Their spread follows from the sums of windows: n lengths of variance v
     add up with variance n v. Raises TooLittleSeenError.
@@ -128,6 +129,7 @@ def describe(samples: Sequence[Sample]) -> dict[str, Any]:
         "arrivals": [[b.time - a.time, b.arrivals - a.arrivals] for a, b in pairs],
         "prompt_tokens": moments(prompts),
         "output_tokens": moments(outputs),
+        "hit_tokens": (last.hit_tokens - first.hit_tokens) / admitted,
         "hit_rate": (last.hit_tokens - first.hit_tokens) / queries if queries else 0.0,
         "service_seconds": max(last.service_seconds - first.service_seconds, 0.0) / answers,
         "idle_bounds": list(AGE_BUCKETS),

@@ -2,8 +2,9 @@
 
 Sessions whose turns repeat all that went before: their number of turns is geometric, each turn comes an idle time after
 the one before. The idle times are those of pages that were hit; pages that were released while idle count as not hit
-*so far* (a life table). `continued`, the share of requests that continue another one, is the one number without a
-counter: it is fitted, so that the simulation under the present knobs hits as much as was measured.
+*so far* (a life table). Hits on pages that somebody was using have no idle time: they stand for a preamble that all
+share. `continued`, the share of requests that continue another one, has no counter: it is fitted, so that the
+simulation under the present knobs hits as much as was measured.
 """
 
 import heapq
@@ -86,11 +87,21 @@ def _extended(hazard: Floats, at_risk: Floats, edges: Floats, longest: float) ->
     return extended
 
 
+def preamble_tokens(statistics: Mapping[str, Any], page_size: int) -> int:
+    """Whole pages of it. Shared pages are hardly ever idle, whatever the knobs."""
+    requests = sum(count for _, count in statistics["arrivals"])
+    idle_hits = page_size * sum(statistics["reused"]) / max(requests, 1.0)
+    shared = min(max(statistics["hit_tokens"] - idle_hits, 0.0), 0.9 * statistics["prompt_tokens"]["mean"])
+    return int(shared) // page_size * page_size
+
+
 def bounds_of_continued(statistics: Mapping[str, Any]) -> tuple[float, float]:
-    """Between what an unlimited cache would need for the measured hits, and what the lengths allow."""
+    """Around what the idle times tell, within what the lengths allow."""
+    span = sum(seconds for seconds, _ in statistics["arrivals"])
+    told = idle_times(statistics, span)[1]
     prompt, output = statistics["prompt_tokens"]["mean"], statistics["output_tokens"]["mean"]
-    low = statistics["hit_rate"] * prompt / (prompt + output)
-    return low, 0.99 * prompt / (prompt + output)
+    most = 0.99 * prompt / (prompt + output)
+    return min(told / 2, most), min((1 + told) / 2, most)
 
 
 def draw_traffic(
@@ -110,27 +121,26 @@ def draw_traffic(
     start = (warm_up + BURN_IN) * span
     arrivals = _arrivals(spans, start, rng)
     num = len(arrivals)
-    prompt, output = statistics["prompt_tokens"], statistics["output_tokens"]
-    added_mean = max(prompt["mean"] * (1 - continued) - continued * output["mean"], 1.0)
-    # n turns that each add something of variance v: their number is geometric, and varies too
-    spread = (prompt["cv"] ** 2 - continued) / (1 - continued)
-    spread = min(max(math.sqrt(max(spread, 0.0)), LEAST_SPREAD), MAX_SPREAD)
-    added = Lengths(mean=added_mean, cv=spread).draw(num, rng)
+    shared = preamble_tokens(statistics, page_size)
+    output = statistics["output_tokens"]
+    added = _added(statistics, shared, continued).draw(num, rng)
     answers = Lengths(mean=max(output["mean"], 1.0), cv=min(output["cv"], MAX_SPREAD)).draw(num, rng)
     idle = idle_times(statistics, span)[0].draw(num, rng)
     goes_on = rng.uniform(size=num) < continued
-    session, turn, prompts = _sessions(
-        arrivals, added, answers, idle + statistics["service_seconds"], goes_on, max_tokens
-    )
+    pauses = idle + statistics["service_seconds"]
+    counts = arrivals >= start
+    for _ in range(2):  # once more with what brings the mean to what was seen: few long prompts decide it
+        session, turn, prompts = _sessions(arrivals, added, answers, pauses, goes_on, max_tokens - shared)
+        wanted = statistics["prompt_tokens"]["mean"] - shared
+        added = np.maximum(np.rint(added * wanted / prompts[counts].mean()), 1).astype(np.int64)
+    prompts = prompts + shared
     kept = np.flatnonzero((arrivals >= start - warm_up * span) & (prompts + answers < max_tokens))
     pages = prompts[kept] // page_size
-    longest = int(pages.max(initial=0)) + 1
-    blocks = [s * longest + np.arange(n) for s, n in zip(session[kept].tolist(), pages.tolist(), strict=True)]
     return Trace(
         arrival_seconds=arrivals[kept] - (start - warm_up * span),
         prompt_tokens=prompts[kept],
         output_tokens=answers[kept],
-        block_ids=np.concatenate(blocks) if blocks else np.empty(0, dtype=np.int64),
+        block_ids=_block_ids(session[kept], pages, shared // page_size),
         block_offsets=offsets_of(pages),
         block_size=page_size,
         session=session[kept],
@@ -138,6 +148,27 @@ def draw_traffic(
         tenant=np.zeros(len(kept), dtype=np.int64),
         provenance=({"step": "drawn from statistics", "continued": continued, "seed": seed},),
     )
+
+
+def _added(statistics: Mapping[str, Any], shared: int, continued: float) -> Lengths:
+    """What each turn adds to the prompt. Their number is geometric: with n turns of variance v, and n itself varying,
+    the square of the prompt's coefficient of variation is (1 - continued) v + continued."""
+    prompt, output = statistics["prompt_tokens"], statistics["output_tokens"]["mean"]
+    own = prompt["mean"] - shared
+    square = ((prompt["cv"] * prompt["mean"] / own) ** 2 - continued) / (1 - continued)
+    spread = min(max(math.sqrt(max(square, 0.0)), LEAST_SPREAD), MAX_SPREAD)
+    return Lengths(mean=max(own * (1 - continued) - continued * output, 1.0), cv=spread)
+
+
+def _block_ids(session: np.ndarray, pages: np.ndarray, shared: int) -> np.ndarray:
+    """The first `shared` pages are everybody's, the others the session's."""
+    longest = int(pages.max(initial=0)) + 1
+    blocks = []
+    for one, num in zip(session.tolist(), pages.tolist(), strict=True):
+        ids = np.arange(num)
+        ids[shared:] += (one + 1) * longest
+        blocks.append(ids)
+    return np.concatenate(blocks) if blocks else np.empty(0, dtype=np.int64)
 
 
 def _arrivals(spans: Floats, start: float, rng: np.random.Generator) -> Floats:

@@ -1,4 +1,5 @@
-"""`python -m kvpilot.dashboards [FOLDER]`: writes dashboards and rules, by default over the ones checked in."""
+"""`python -m kvpilot.dashboards [FOLDER]`: writes dashboards and rules, by default over the ones checked in, with the
+Kubernetes component that carries them."""
 
 import json
 import sys
@@ -8,28 +9,44 @@ from pathlib import Path
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
 from kvpilot.dashboards.boards import BOARDS, build
-from kvpilot.dashboards.rules import render_prometheus_rule, render_rules
+from kvpilot.dashboards.manifests import render_config_maps, render_prometheus_rule
+from kvpilot.dashboards.rules import render_rules
 
 
 def render() -> dict[str, str]:
     """Text by file name."""
-    boards = {f"{board.uid}.json": _json(build(board)) for board in BOARDS}
+    return {**_boards(), "kvpilot-rules.yml": render_rules()}
+
+
+def render_component() -> dict[str, str]:
+    """What the kustomize component `monitoring` consists of besides its PodMonitor."""
     return {
-        **boards,
-        "kvpilot-rules.yml": render_rules(),
-        "kvpilot-prometheusrule.yml": render_prometheus_rule(),
+        "prometheus-rule.yaml": render_prometheus_rule(),
+        "dashboards.yaml": render_config_maps(_boards()),
     }
+
+
+def component_folder() -> Path:
+    return Path(str(files("kvpilot.k8s"))) / "manifests" / "components" / "monitoring"
+
+
+def _boards() -> dict[str, str]:
+    return {f"{board.uid}.json": _json(build(board)) for board in BOARDS}
 
 
 def _json(model: object) -> str:
     return json.dumps(model, cls=JSONEncoder, indent=2, sort_keys=True) + "\n"
 
 
-def main(folder: Path) -> None:
-    for name, text in render().items():
+def write(folder: Path, written: dict[str, str]) -> None:
+    for name, text in written.items():
         (folder / name).write_text(text, encoding="utf-8")
         print(folder / name)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(str(files("kvpilot.dashboards"))))
+    if len(sys.argv) > 1:
+        write(Path(sys.argv[1]), {**render(), **render_component()})
+    else:
+        write(Path(str(files("kvpilot.dashboards"))), render())
+        write(component_folder(), render_component())

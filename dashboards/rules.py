@@ -225,16 +225,6 @@ def render_rules(timing: Timing | None = None) -> str:
     return _yaml(rule_document(timing))
 
 
-def render_prometheus_rule() -> str:
-    """The same for the Prometheus operator."""
-    head = {
-        "apiVersion": "monitoring.coreos.com/v1",
-        "kind": "PrometheusRule",
-        "metadata": {"name": "kvpilot"},
-    }
-    return _yaml({**head, "spec": rule_document()})
-
-
 def _yaml(document: dict[str, Any]) -> str:
     head = "# Written by `python -m kvpilot.dashboards`: change dashboards/rules.py.\n"
     return head + yaml.safe_dump(document, sort_keys=False, width=110)

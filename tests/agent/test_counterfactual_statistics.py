@@ -17,7 +17,13 @@ from kvpilot.agent.counterfactual_statistics import (
     WatchedSource,
     moments,
 )
-from kvpilot.agent.counterfactual_traffic import bounds_of_continued, draw_traffic, idle_times, solve
+from kvpilot.agent.counterfactual_traffic import (
+    bounds_of_continued,
+    draw_traffic,
+    idle_times,
+    preamble_tokens,
+    solve,
+)
 from kvpilot.engine.stats import StatsWindow
 from kvpilot.env.replay.sim import SimReplay, make_simulation
 from kvpilot.env.simulator.latency import load_profile
@@ -27,12 +33,14 @@ from kvpilot.exporter.source import NoHistoryError, ScrapeSource
 PROFILE = Path(__file__).parents[1] / "faults" / "profile.json"
 KNOBS = {"ttl_seconds": 60.0, "size_factor": 0.3, "max_batch": 16, "kv_level": 0}
 SLO = {"ttft_p99_seconds": 2.0}
+POOL_BYTES = 8 << 30
 SPANS = 40
 SEEN = {  # 2 requests a second; half of them go on, half of those within what pages live
     "arrivals": [[15.0, 30.0]] * SPANS,
     "prompt_tokens": {"mean": 600.0, "cv": 0.8},
     "output_tokens": {"mean": 60.0, "cv": 0.5},
     "hit_rate": 0.4,
+    "hit_tokens": 240.0,
     "service_seconds": 2.0,
     "idle_bounds": [0.1, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200],
     "reused": [0, 0, 0, 0, 0, 0, 4000, 4000, 0, 0, 0, 0, 0, 0],
@@ -63,6 +71,21 @@ def test_a_turn_repeats_the_one_before_and_its_answer():
     before = trace.blocks_of(row)
     assert (trace.blocks_of(successor)[: len(before)] == before).all()
     assert trace.prompt_tokens[successor] > trace.prompt_tokens[row] + trace.output_tokens[row]
+
+
+def test_hits_on_pages_in_use_stand_for_a_preamble_that_all_share():
+    assert (
+        preamble_tokens(SEEN, 32) == 0
+    )  # 8000 idle pages were hit: more than 240 tokens for each of 1200 requests
+    hot = {**SEEN, "hit_tokens": 300.0, "reused": [0] * 6 + [1000, 1000] + [0] * 6}
+    shared = preamble_tokens(hot, 32)
+    assert shared == 224  # 300 - 32 * 2000 / 1200, in whole pages
+    trace = draw_traffic(hot, continued=0.5, page_size=32, max_tokens=16_000, warm_up=1.0)
+    first, other = trace.blocks_of(0), trace.blocks_of(1)
+    assert (first[:7] == other[:7]).all()
+    assert trace.prompt_tokens.min() > shared
+    since = trace.arrival_seconds >= 15.0 * SPANS
+    assert trace.prompt_tokens[since].mean() == pytest.approx(600, rel=0.1)
 
 
 def test_the_same_seed_draws_the_same():
@@ -109,7 +132,7 @@ def test_solve_finds_where_a_rising_measure_crosses():
 def snapshots():
     """Of a simulated engine under drawn traffic: what a scrape every 15 s would have given."""
     profile = load_profile(str(PROFILE))
-    config = profile.engine_config(pool_bytes=1 << 30, max_batch_ceiling=64)
+    config = profile.engine_config(pool_bytes=POOL_BYTES, max_batch_ceiling=64)
     replay = SimReplay(profile=profile, engine=config, slo=Slo())
     simulation = make_simulation(draw(page_size=config.page_size), replay)
     taken = []
@@ -178,13 +201,13 @@ def test_a_worse_proposal_is_seen_to_be_worse_and_the_answer_is_called_an_estima
     shown = Shown()
     counterfactual = Counterfactual(settings, SLO, AuditLog(tmp_path / "audit.jsonl"), shown)
     counterfactual._statistics = statistics
-    answer = counterfactual.simulate(Question(KNOBS, {**KNOBS, "max_batch": 1}, float(1 << 30)))
+    answer = counterfactual.simulate(Question(KNOBS, {**KNOBS, "max_batch": 1}, float(POOL_BYTES)))
     assert answer["proposed"]["e2e_mean_seconds"] > answer["present"]["e2e_mean_seconds"]
     fit = answer["fit"]
     assert fit["hit_rate_fitted"] == pytest.approx(fit["hit_rate_measured"], abs=0.05)
     assert "an estimate" in traffic_in_words("estimated", answer)
     with counterfactual:
-        counterfactual._question = Question(KNOBS, KNOBS, float(1 << 30))
+        counterfactual._question = Question(KNOBS, KNOBS, float(POOL_BYTES))
         counterfactual._asked.set()
         wait_until(lambda: shown.results, seconds=60)
     traffic, proposed, present = shown.results[0]

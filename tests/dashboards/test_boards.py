@@ -6,6 +6,7 @@ import shutil
 import subprocess
 
 import pytest
+import yaml
 
 from kvpilot.agent import control_metrics
 from kvpilot.dashboards.names import AGENT_METRICS, AGENT_PREFIX
@@ -44,6 +45,23 @@ def test_nothing_has_drifted(dashboards_folder):
     } == set(written)
     for name, text in written.items():
         assert (dashboards_folder / name).read_text(encoding="utf-8") == text, name
+
+
+def test_the_component_for_kubernetes_has_not_drifted():
+    main = pytest.importorskip("kvpilot.dashboards.__main__", reason="needs the extra `dashboards`")
+    for name, text in main.render_component().items():
+        assert (main.component_folder() / name).read_text(encoding="utf-8") == text, name
+
+
+def test_its_config_maps_hold_the_dashboards_and_fit(dashboards_folder):
+    main = pytest.importorskip("kvpilot.dashboards.__main__", reason="needs the extra `dashboards`")
+    written = main.component_folder() / "dashboards.yaml"
+    held = {}
+    for document in yaml.safe_load_all(written.read_text(encoding="utf-8")):
+        assert document["metadata"]["labels"] == {"grafana_dashboard": "1"}
+        assert len(json.dumps(document)) < 262_144  # what `kubectl apply` can note in an annotation
+        held |= document["data"]
+    assert held == {path.name: path.read_text(encoding="utf-8") for path in dashboards_folder.glob("*.json")}
 
 
 def test_there_are_three(boards):

@@ -251,6 +251,7 @@ PATHS = {  # kind -> path of its collection
     "CustomResourceDefinition": "/apis/apiextensions.k8s.io/v1/customresourcedefinitions",
     "KVPolicy": "/apis/kvpilot.dev/v1alpha1/namespaces/{ns}/kvpolicies",
     "PodMonitor": "/apis/monitoring.coreos.com/v1/namespaces/{ns}/podmonitors",
+    "PrometheusRule": "/apis/monitoring.coreos.com/v1/namespaces/{ns}/prometheusrules",
 }
 
 

@@ -7,22 +7,54 @@ import pytest
 pytestmark = pytest.mark.e2e
 GATE = {"metric": "time_to_first_token_seconds", "statistic": "p99"}
 POLICY_MAP = {"name": "m", "key": "policy.json", "sha256": "0" * 64}
-POD_MONITOR_FIELDS = {  # of the Prometheus operator's resource: what the manifest uses, and nothing else
-    "type": "object",
-    "required": ["selector", "podMetricsEndpoints"],
-    "properties": {
-        "selector": {
-            "type": "object",
-            "properties": {"matchLabels": {"type": "object", "additionalProperties": {"type": "string"}}},
+DURATION = {"type": "string", "pattern": "^[0-9]+(ms|s|m|h|d)$"}
+WORDS = {"type": "object", "additionalProperties": {"type": "string"}}
+OTHERS = {  # the Prometheus operator's resources: the fields that the manifests use, and nothing else
+    "PodMonitor": {
+        "type": "object",
+        "required": ["selector", "podMetricsEndpoints"],
+        "properties": {
+            "selector": {"type": "object", "properties": {"matchLabels": WORDS}},
+            "podMetricsEndpoints": {
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "properties": {
+                        "port": {"type": "string"},
+                        "path": {"type": "string"},
+                        "interval": DURATION,
+                    },
+                },
+            },
         },
-        "podMetricsEndpoints": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {
-                    "port": {"type": "string"},
-                    "path": {"type": "string"},
-                    "interval": {"type": "string", "pattern": "^[0-9]+(ms|s|m|h)$"},
+    },
+    "PrometheusRule": {
+        "type": "object",
+        "required": ["groups"],
+        "properties": {
+            "groups": {
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "required": ["name", "rules"],
+                    "properties": {
+                        "name": {"type": "string", "minLength": 1},
+                        "rules": {
+                            "type": "array",
+                            "items": {
+                                "type": "object",
+                                "required": ["expr"],
+                                "properties": {
+                                    "record": {"type": "string"},
+                                    "alert": {"type": "string"},
+                                    "expr": {"type": "string"},
+                                    "for": DURATION,
+                                    "labels": WORDS,
+                                    "annotations": WORDS,
+                                },
+                            },
+                        },
+                    },
                 },
             },
         },
@@ -31,40 +63,42 @@ POD_MONITOR_FIELDS = {  # of the Prometheus operator's resource: what the manife
 
 
 @pytest.fixture(scope="module")
-def pod_monitors(cluster, helpers):
-    """The API server serves PodMonitors, as where the Prometheus operator is installed."""
-    names = {
-        "kind": "PodMonitor",
-        "listKind": "PodMonitorList",
-        "plural": "podmonitors",
-        "singular": "podmonitor",
-    }
-    schema = {"type": "object", "properties": {"spec": POD_MONITOR_FIELDS}}
-    version = {"name": "v1", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
-    approved = {"api-approved.kubernetes.io": "unapproved, for tests"}
-    cluster.create(
-        {
-            "apiVersion": "apiextensions.k8s.io/v1",
-            "kind": "CustomResourceDefinition",
-            "metadata": {"name": "podmonitors.monitoring.coreos.com", "annotations": approved},
-            "spec": {
-                "group": "monitoring.coreos.com",
-                "scope": "Namespaced",
-                "names": names,
-                "versions": [version],
-            },
+def prometheus_operator(cluster, helpers):
+    """The API server serves its resources, as where it is installed."""
+    for kind, fields in OTHERS.items():
+        names = {
+            "kind": kind,
+            "listKind": f"{kind}List",
+            "plural": f"{kind.lower()}s",
+            "singular": kind.lower(),
         }
-    )
-    helpers.wait_for(lambda: cluster.try_get("PodMonitor") is not None, "PodMonitors can be listed")
+        schema = {"type": "object", "properties": {"spec": fields}}
+        version = {"name": "v1", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
+        approved = {"api-approved.kubernetes.io": "unapproved, for tests"}
+        name = f"{names['plural']}.monitoring.coreos.com"
+        cluster.create(
+            {
+                "apiVersion": "apiextensions.k8s.io/v1",
+                "kind": "CustomResourceDefinition",
+                "metadata": {"name": name, "annotations": approved},
+                "spec": {
+                    "group": "monitoring.coreos.com",
+                    "scope": "Namespaced",
+                    "names": names,
+                    "versions": [version],
+                },
+            }
+        )
+        helpers.wait_for(lambda kind=kind: cluster.try_get(kind) is not None, f"{kind}s can be listed")
 
 
 @pytest.mark.parametrize("overlay", ["advisory", "canary", "auto"])
-def test_every_manifest_passes_a_server_side_dry_run(cluster, render, helpers, pod_monitors, overlay):
+def test_every_manifest_passes_a_server_side_dry_run(cluster, render, helpers, prometheus_operator, overlay):
     from kubernetes.client.exceptions import ApiException
 
     resources = render(overlay)
     kinds = [resource["kind"] for resource in resources]
-    assert len(kinds) == 18
+    assert len(kinds) == 22
     for resource in resources:
         body, kind, name = copy.deepcopy(resource), resource["kind"], resource["metadata"]["name"]
         if kind == "PodDisruptionBudget":

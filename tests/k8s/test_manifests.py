@@ -7,7 +7,7 @@ import pytest
 
 OVERLAYS = ("advisory", "canary", "auto")
 VERSIONS = tuple(f"1.{minor}" for minor in range(29, 38))
-OTHERS_KINDS = {"KVPolicy", "PodMonitor"}  # checked by test_live_schema.py, and below
+OTHERS_KINDS = {"KVPolicy", "PodMonitor", "PrometheusRule"}  # checked by test_live_schema.py, and below
 
 
 @pytest.fixture(scope="module", params=OVERLAYS)
@@ -189,6 +189,12 @@ def test_monitors_and_network_policies_name_ports_that_exist(resources):
         rules = (*policy["spec"]["ingress"], *policy["spec"]["egress"])
         used |= {p["port"] for rule in rules for p in rule["ports"] if isinstance(p["port"], str)}
     assert used <= names
+
+
+def test_the_rules_are_those_of_the_dashboards(resources):
+    from kvpilot.dashboards.rules import rule_document
+
+    assert find(resources, "PrometheusRule", "kvpilot")["spec"] == rule_document()
 
 
 def test_rules_of_the_schema_say_what_the_operator_says(resources):
