@@ -39,6 +39,8 @@ layers: $(STAMP)
 
 compiled: $(STAMP)  ## after an edit, the modules that setup.py compiles; until then their sources run
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@cd / && $(BIN)/python -c "from kvpilot.engine import compiled; compiled.is_in_use() \
+	  or exit('the sources run, not what was compiled: mypyc refused an edit; see the output of pip install -v -e .')"
 
 bench: $(STAMP)  ## benchmarks/README.md says what each one measures and what it needs
 	$(BIN)/python -P benchmarks/cpu_throughput.py
