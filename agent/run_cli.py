@@ -66,7 +66,16 @@ def run(
     target: Annotated[
         str | None,
         Option(
-            help="kvpilot, or vllm or sglang, which are only watched. [default: kvpilot]",
+            help="kvpilot, or vllm or sglang: these are only watched, and what would have to be restarted with which "
+            "flag is proposed. [default: kvpilot]",
+            rich_help_panel=ENGINE,
+        ),
+    ] = None,
+    started_with: Annotated[
+        list[str] | None,
+        Option(
+            metavar="KNOB=VALUE",
+            help="What vllm or sglang was started with: max_batch and kv_level (0: as the model, 1: fp8); repeated.",
             rich_help_panel=ENGINE,
         ),
     ] = None,
@@ -147,6 +156,8 @@ def run(
         autotune run
 
         autotune run --mode auto --listen 127.0.0.1:9464 --kill-file /run/autotune.kill
+
+        autotune run --target vllm --started-with max_batch=256 --started-with kv_level=0
     """
     from kvpilot.agent.config import load_settings
     from kvpilot.agent.run import run_loop
@@ -160,6 +171,7 @@ def run(
         "guard": _given(min_change_seconds=min_change_seconds),
         "slo": _given(ttft_p99_seconds=slo_ttft, inter_token_p99_seconds=slo_itl),
         "target": target,
+        "started_with": _labels(started_with, "started_with", "KNOB=VALUE"),
         "url": url,
         "admin_url": admin_url,
         "token_file": token_file,
@@ -186,12 +198,12 @@ def _traffic(counterfactual: str | None) -> dict[str, Any]:
     return {"statistics": True} if counterfactual == "statistics" else _given(trace=counterfactual)
 
 
-def _labels(pairs: list[str] | None) -> dict[str, str]:
+def _labels(pairs: list[str] | None, option: str = "selector", form: str = "LABEL=VALUE") -> dict[str, str]:
     labels: dict[str, str] = {}
     for pair in pairs or ():
         name, equals, value = pair.partition("=")
         if not equals or not name:
-            raise ConfigError(f"selector={pair!r} is invalid: expected LABEL=VALUE")
+            raise ConfigError(f"{option}={pair!r} is invalid: expected {form}")
         labels[name] = value
     return labels
 

@@ -49,7 +49,7 @@ def cases(folder: Path) -> dict[str, tuple[Trace, float, float]]:
         "conversation, 1/8 of the sessions": (sample_sessions(conversation, 0.125, seed=1), 20.0, 900.0),
         "conversation, 1/4 of the sessions": (sample_sessions(conversation, 0.25, seed=2), 40.0, 900.0),
         "synthetic multi-turn, 1/4": (sample_sessions(synthetic, 0.25, seed=1), 20.0, 600.0),
-        "coding agents": (agentic, 60.0, 1800.0),
+        "coding agents": (agentic, 12.0, 1800.0),
     }
 
 

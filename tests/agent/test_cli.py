@@ -17,8 +17,8 @@ FLAGS = {
     "max-batch-ceiling max-model-len max-waiting model page-size pool-bytes pool-mb port prefill-chunk record "
     "size-factor starvation-seconds threads ttl",
     "run": "admin-url audit config control-file counterfactual decision interval kill-file listen log-format "
-    "min-change-seconds mode outside pod-name policy prometheus-url selector slo-itl slo-ttft source state target "
-    "timeout token-file url",
+    "min-change-seconds mode outside pod-name policy prometheus-url selector slo-itl slo-ttft source started-with "
+    "state target timeout token-file url",
     "audit": "json knob last outcome reason replay since",
     "safe-mode": "leave state",
     "demo": "model out pool-mb quick seconds-per-phase seed",
