@@ -99,7 +99,8 @@ def step_down_all(engine: Engine, level: int) -> None:
             while page.level < min(level, engine.pool.floor_level(page)):
                 engine.cache._live_sealed[page.level].pop(page)
                 engine.pool.step_down(page)
-                engine.cache._live_sealed[page.level][page] = None
+                if page.level < page.max_level:
+                    engine.cache._live_sealed[page.level][page] = None
     engine.check_integrity()
 
 

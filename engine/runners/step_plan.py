@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvpilot.engine.cuda_attention import Chunks, StepPlan
-from kvpilot.engine.kernels.gpu.decode import SPAN_COLUMNS, DecodeTable, max_items, plan_spans
+from kvpilot.engine.kernels.gpu.decode import SPAN_COLUMNS, DecodeTable, max_items, plan_spans, target_items
 from kvpilot.engine.kernels.gpu.layout import EXACT, INT4, KINDS
 from kvpilot.engine.kernels.gpu.upload import upload
 from kvpilot.engine.kv.cuda_storage import CudaStorage
@@ -46,7 +46,7 @@ class DecodeInputs:
             exact | eight_bits | {INT4},
         )  # by the lowest precision present
         self.num_variants = 1 + max(0 if kind == EXACT else 2 if kind == INT4 else 1 for kind in kinds)
-        self.max_items = max(max_items(max_sequences, self._shape.num_kv_heads, k) for k in self.kinds)
+        self.max_items = max(max_items(max_sequences, self._shape, k) for k in self.kinds)
         header = max_sequences * (5 + SPAN_COLUMNS // 2) + (self.max_items + 1) // 2
         words = header + 2 * self.tables.levels.size
         self._device_words = torch.zeros(words, dtype=torch.int64, device=self.device)
@@ -78,7 +78,7 @@ class DecodeInputs:
         """All that `set` may answer for this size. A batch so small that its pages are always shared out, or nearly
         so, has no launch without a merge."""
         kinds = self.kinds[: self.num_variants]
-        spare = [2 * size >= max_items(0, self._shape.num_kv_heads, k) for k in kinds]
+        spare = [2 * size >= target_items(self._shape, k) for k in kinds]
         merging = [Launch(size, variant, True) for variant in range(len(kinds))]
         return [*merging, *(Launch(size, variant, False) for variant in range(len(kinds)) if spare[variant])]
 
@@ -86,7 +86,7 @@ class DecodeInputs:
         """The first `size` sequences, for launches that hold for all inputs of this kind."""
         size, variant, merges = launch
         kinds = self.kinds[variant]
-        num_items = max_items(size, self._shape.num_kv_heads, kinds) if merges else size
+        num_items = max_items(size, self._shape, kinds) if merges else size
         return DecodeTable(
             cells_N2=self._device_cells,
             spans_B8=self._device_spans[:size],

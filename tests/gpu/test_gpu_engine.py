@@ -97,7 +97,10 @@ def next_logits(model: Llama, ladder: tuple[str, ...], levels: tuple[int, ...]) 
     assert request.tokens is not None
     for i, page in enumerate(request.pages[: 270 // 32]):
         for _ in range(levels[i % len(levels)]):
+            del engine.cache._live_sealed[page.level][page]
             assert engine.pool.step_down(page)
+            if page.level < page.max_level:
+                engine.cache._live_sealed[page.level][page] = None
     # The tokens drawn may differ between devices
     request.tokens[-1] = 17
     engine.step()

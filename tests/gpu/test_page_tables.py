@@ -139,7 +139,7 @@ def test_spans_share_the_work_and_never_exceed_the_room():
             counts = rng.integers(0, 200, (batch, 3))
             counts[:, 0] += 1
             spans, items = plan_spans(counts, counts.sum(1) * 32, SHAPE, kinds)
-            assert len(items) == spans[:, 6].sum() <= max_items(batch, SHAPE.num_kv_heads, kinds)
+            assert len(items) == spans[:, 6].sum() <= max_items(batch, SHAPE, kinds)
             assert (spans[:, 6] >= 1).all()
             assert (items == np.repeat(np.arange(batch), spans[:, 6])).all()
     spans, _ = plan_spans(

@@ -172,7 +172,7 @@ def to_int4(
     codes_b, scale_b, v_low_b = _token_codes(
         _load_values(source_v, source_words, PAGE // 2, KIND, PAGE, HEAD_DIM)
     )
-    packed = exchange_middle((codes_a | (codes_b << 4)).to(tl.uint8), SWAP)
+    packed = exchange_middle((codes_a | ((15 - codes_b) << 4)).to(tl.uint8), SWAP)
     target_v = target + NUM_KV_HEADS * BLOCK // 2
     tl.store(target_v + dims[:, None] * (PAGE // 2) + stored_index(pairs, SWAP)[None, :], packed)
     tl.store(words + HALF + 1 + pairs, pack_halves(scale_a, v_low_a))
@@ -198,7 +198,7 @@ def _int4_block(base, words, V_OFFSET: tl.constexpr, PAGE: tl.constexpr, HEAD_DI
     k = codes * k_scale[None, :] + k_low[None, :]
     pairs = tokens % (PAGE // 2)
     x = tl.load(base + V_OFFSET + dims[None, :] * (PAGE // 2) + stored_index(pairs, False)[:, None])
-    codes = tl.where((tokens >= PAGE // 2)[:, None], x >> 4, x & 15).to(tl.float32)
+    codes = tl.where((tokens >= PAGE // 2)[:, None], 15 - (x >> 4), x & 15).to(tl.float32)
     record = tl.load(words + HALF + 1 + tokens)
     v = codes * low_half(record).to(tl.float32)[:, None] + high_half(record).to(tl.float32)[:, None]
     return k, v

@@ -19,14 +19,18 @@ from kvpilot.engine.kernels.page_table import PageTable
 from kvpilot.engine.kv.formats import PageShape
 
 ASM = os.environ.get("TRITON_INTERPRET") != "1"  # the interpreter runs no inline assembly
-# One-warp programs that keep an H200's memory busy; pages of the exact kernel are larger
-TARGET_PROGRAMS, EXACT_PROGRAMS = 1024, 512
+# One-warp programs that an H200 runs at once or nearly so, by page size: pages of the exact kernel are larger, the
+# int4 loop is bound by what a warp can do
+EXACT_PROGRAMS, BYTE_PROGRAMS, INT4_PROGRAMS = 512, 1024, {32: 1536, 64: 1024}
+INT4_REGISTERS = {32: 168, 64: None}  # at most, so that as many fit
 MIN_PAGES_PER_ITEM = 2
 # Of the software pipeline; the page table's load takes some. In a mixed kernel a deep one for the largest pages
 # would leave too little shared memory for enough programs.
 EXACT_STAGES, BYTE_STAGES, INT4_STAGES = 5, 3, 5
-MIXED_EXACT_STAGES = {32: 3, 64: 1}  # by page size
-MERGE_BLOCK = 32
+MIXED_EXACT_STAGES = 1
+# Items and dims that a program of the merge takes at a time, and its warps: few sequences have many items each
+FEW_SEQUENCES = 8
+MERGE_FEW, MERGE_MANY = (256, 16, 4), (8, 128, 1)
 LOG2_E = 1.4426950408889634
 SPAN_COLUMNS = 8
 PAGE_COST = np.array((4, 2, 1))  # of an exact, an 8-bit and an int4 page; see `_pages_before`
@@ -59,23 +63,34 @@ class DecodeTable:
     merges: bool  # some sequence may have more than one item
 
 
-def max_items(num_sequences: int, num_kv_heads: int, kinds: frozenset[int]) -> int:
-    """`plan_spans` makes no more than this."""
-    return num_sequences + _target_items(num_kv_heads, kinds)
+def max_items(num_sequences: int, shape: PageShape, kinds: frozenset[int]) -> int:
+    """`plan_spans` makes no more than this: about as many as run at once, but some to share out the longest of many
+    sequences."""
+    target = target_items(shape, kinds)
+    return max(target, num_sequences + target // 2)
 
 
-def _target_items(num_kv_heads: int, kinds: frozenset[int]) -> int:
-    return -(-(EXACT_PROGRAMS if kinds == {EXACT} else TARGET_PROGRAMS) // num_kv_heads)
+def target_items(shape: PageShape, kinds: frozenset[int]) -> int:
+    """That keep the GPU busy."""
+    programs = INT4_PROGRAMS[shape.page_size] if INT4 in kinds else BYTE_PROGRAMS
+    return -(-(EXACT_PROGRAMS if kinds == {EXACT} else programs) // shape.num_kv_heads)
 
 
 def plan_spans(
     counts_B3: NDArray[np.int64], num_tokens_B: NDArray[np.int64], shape: PageShape, kinds: frozenset[int]
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Spans and items of sequences that have so many exact, 8-bit and int4 pages, one sequence after another."""
+    """Spans and items of sequences that have so many exact, 8-bit and int4 pages, one sequence after another.
+
+    An item takes the same cost of each sequence or less: a few items beyond those that run at once would take as
+    long as all the others.
+    """
     pages_B = counts_B3.sum(1)
     cost_B = counts_B3 @ PAGE_COST
-    share = -(-int(cost_B.sum()) // _target_items(shape.num_kv_heads, kinds))
-    num_items_B = np.minimum(-(-cost_B // share), np.maximum(pages_B // MIN_PAGES_PER_ITEM, 1))
+    limit = max_items(len(pages_B), shape, kinds)
+    most_B = np.maximum(pages_B // MIN_PAGES_PER_ITEM, 1)
+    share = -(-int(cost_B.sum()) // limit)
+    while (num_items_B := np.minimum(-(-cost_B // share), most_B)).sum() > limit:
+        share += share // 16 + 1
     spans_B8 = np.zeros((len(pages_B), SPAN_COLUMNS), dtype=np.int32)
     spans_B8[1:, 0] = pages_B.cumsum()[:-1]
     spans_B8[:, 1:4] = spans_B8[:, :1] + counts_B3.cumsum(1)
@@ -142,20 +157,25 @@ def decode_attention(
         BYTE_KIND=byte_kind,
         HAS_INT4=INT4 in table.kinds,
         ASM=ASM,
-        EXACT_STAGES=EXACT_STAGES if table.kinds == {EXACT} else MIXED_EXACT_STAGES[shape.page_size],
+        EXACT_STAGES=EXACT_STAGES if table.kinds == {EXACT} else MIXED_EXACT_STAGES,
         BYTE_STAGES=BYTE_STAGES,
         INT4_STAGES=INT4_STAGES,
-        PAIR=shape.page_size == 32,
         num_warps=1,
+        maxnreg=INT4_REGISTERS[shape.page_size] if INT4 in table.kinds else None,
     )
     if table.merges:
-        merge_kernel[(num_heads, num_sequences)](
+        block, dims, num_warps = MERGE_FEW if num_sequences <= FEW_SEQUENCES else MERGE_MANY
+        dims = min(dims, head_dim)
+        merge_kernel[(num_heads, num_sequences, head_dim // dims)](
             *scratch,
             table.spans_B8,
             out_BHD,
             NUM_HEADS=num_heads,
             HEAD_DIM=head_dim,
-            BLOCK=MERGE_BLOCK,
-            num_warps=4,
+            BLOCK=block,
+            DIMS=dims,
+            PDL=ASM,
+            num_warps=num_warps,
+            launch_pdl=ASM,
         )
     return out_BHD

@@ -2,8 +2,7 @@
 
 Scores are computed transposed, S = K q^T and O = V^T P, so that the tokens (of which there are many) are the
 rows of the tensor core tile and the query heads of a kv head fill its 8 columns. One warp handles one item, a
-share of a sequence's pages, for one kv head, a page or two at a time; the running sum of the softmax is reduced
-at the end.
+share of a sequence's pages, for one kv head, a page at a time; the running sum of the softmax is reduced at the end.
 Scales never touch a tile of int8: K's multiply the scores, V's the probabilities.
 """
 # pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false
@@ -14,13 +13,24 @@ import triton.language as tl
 from kvpilot.engine.kernels.gpu.unpack import (
     byte_minus_128,
     byte_plus_1024,
-    channel_parameters,
     high_half,
     low_half,
+    scale_queries,
     stored_index,
-    unpack_k,
-    unpack_v,
+    tiny_codes,
+    tiny_mins,
 )
+
+# Low and high codes of int4 come times 2^-24 and 2^-20, scales and mins times 2^-24, all of them subnormal in fp16.
+# What they are multiplied by makes up for the 2^4 and is raised, so that it stays in fp16's normal range; sums are in
+# float32.
+LOW_GAIN: tl.constexpr = tl.constexpr(128.0)  # of queries: |q| < 512
+HIGH_GAIN: tl.constexpr = tl.constexpr(8.0)
+SCORE_UNIT: tl.constexpr = tl.constexpr(2.0**41)  # 2^48 / LOW_GAIN
+LOW_WEIGHT: tl.constexpr = tl.constexpr(4.0)  # of probabilities times V's scales
+HIGH_WEIGHT: tl.constexpr = tl.constexpr(-0.25)  # V's high codes are stored as 15 - code, see `layout`
+SUM_UNIT: tl.constexpr = tl.constexpr(2.0**22)  # 2^24 / LOW_WEIGHT
+MIN_UNIT: tl.constexpr = tl.constexpr(2.0**24)
 
 
 @triton.jit
@@ -99,84 +109,60 @@ def _byte_pages(
 
 
 @triton.jit
-def _int4_scores(q_low, q_high, base, words, ASM: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Scores of the page's first and second half of tokens."""
-    HALF: tl.constexpr = HEAD_DIM // 2
-    tokens = tl.arange(0, PAGE // 2)
-    dims = tl.arange(0, HALF)
-    stored = stored_index(dims, ASM)
-    # Loaded for every channel: were the units a scalar, the codes would have to pass through shared memory twice
-    units = tl.load(words + HALF + dims * 0)[None, :]
-    s_low, s_high, m_low, m_high = channel_parameters(tl.load(words + dims)[None, :], units, ASM)
-    x = tl.load(base + tokens[:, None] * HALF + stored[None, :])
-    low, high = unpack_k(x, s_low, s_high, m_low, m_high, ASM)
-    first = tl.dot(high, q_high, tl.dot(low, q_low))
-    x = tl.load(base + (PAGE // 2) * HALF + tokens[:, None] * HALF + stored[None, :])
-    low, high = unpack_k(x, s_low, s_high, m_low, m_high, ASM)
-    second = tl.dot(high, q_high, tl.dot(low, q_low))
-    return first, second
-
-
-@triton.jit
-def _int4_values(
-    p_first, p_second, shift, acc, base, words,
-    ASM: tl.constexpr, V_OFFSET: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr,
+def _int4_scores(
+    raised_low, raised_high, q_low, q_high, q_sum, q_scale, base, words,
+    ASM: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Adds P V of one page to `acc`, and what is the same for all dims (mins, the codes' bias) to `shift`."""
-    tokens = tl.arange(0, PAGE // 2)
-    dims = tl.arange(0, HEAD_DIM)
-    records = words + HEAD_DIM // 2 + 1
-    first = tl.load(records + tokens)
-    second = tl.load(records + PAGE // 2 + tokens)
-    x = tl.load(base + V_OFFSET + dims[:, None] * (PAGE // 2) + stored_index(tokens, ASM)[None, :])
-    low, high = unpack_v(x, ASM)
-    scaled_first = (p_first * low_half(first).to(tl.float32)[:, None]).to(tl.float16)
-    scaled_second = (p_second * low_half(second).to(tl.float32)[:, None]).to(tl.float16)
-    acc = tl.dot(low, scaled_first, acc)
-    acc = tl.dot(high, scaled_second, acc)
-    shift += p_first * high_half(first).to(tl.float32)[:, None] + 8.0 * scaled_first.to(tl.float32)
-    shift += p_second * high_half(second).to(tl.float32)[:, None] + 8.0 * scaled_second.to(tl.float32)
-    return shift, acc
+    """Codes times (q times K's scales), plus q times K's mins."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    tokens = tl.arange(0, PAGE)
+    word = tl.load(words + tl.arange(0, HALF))
+    units = tl.load(words + HALF + tokens * 0)  # pipelined only as a vector
+    scaled_low, scaled_high = scale_queries(word[:, None], raised_low, raised_high, ASM)
+    min_low, min_high = tiny_mins(word[None, :], ASM)
+    min_low = tl.broadcast_to(min_low, [16, HALF])
+    min_high = tl.broadcast_to(min_high, [16, HALF])
+    shift = tl.dot(min_high, q_high, tl.dot(min_low, q_low)) - q_sum[None, :]  # the same in all rows
+    shift = tl.reshape(tl.broadcast_to(shift[None], [PAGE // 16, 16, 8]), [PAGE, 8])
+    x = tl.load(base + tokens[:, None] * HALF + stored_index(tl.arange(0, HALF), ASM)[None, :])
+    low, high = tiny_codes(x, ASM)
+    s = tl.dot(high, scaled_high, tl.dot(low, scaled_low))
+    s = s * (low_half(units).to(tl.float32) * (q_scale * SCORE_UNIT))[:, None]
+    return s + shift * (high_half(units).to(tl.float32) * (q_scale * MIN_UNIT))[:, None]
 
 
 @triton.jit
 def _int4_pages(
-    q_low, q_high, m, total, shift, acc, pool, table, begin, end, k_offset, scale_offset,
-    ASM: tl.constexpr, V_OFFSET: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PAIR: tl.constexpr, STAGES: tl.constexpr,
+    raised_low, raised_high, q_low, q_high, q_sum, q_scale, m, total, shift, acc, pool, table, begin, end,
+    k_offset, scale_offset,
+    ASM: tl.constexpr, V_OFFSET: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One page after another, or two (`PAIR`), of which the second may be past the end."""
-    for i in tl.range(begin, end, 2 if PAIR else 1, num_stages=STAGES):
-        page = tl.load(table + 2 * i) * 16
-        record = tl.load(table + 2 * i + 1) * 4
-        base = pool + page + k_offset
-        words = (pool + record + scale_offset).to(tl.pointer_type(tl.int32))
-        s_a, s_b = _int4_scores(q_low, q_high, base, words, ASM, PAGE, HEAD_DIM)
-        m_new = tl.maximum(m, tl.max(tl.maximum(s_a, s_b), 0))
-        if PAIR:
-            j = tl.minimum(i + 1, end - 1)
-            page_2 = tl.load(table + 2 * j) * 16
-            record_2 = tl.load(table + 2 * j + 1) * 4
-            base_2 = pool + page_2 + k_offset
-            words_2 = (pool + record_2 + scale_offset).to(tl.pointer_type(tl.int32))
-            s_c, s_d = _int4_scores(q_low, q_high, base_2, words_2, ASM, PAGE, HEAD_DIM)
-            penalty = tl.where(i + 1 < end, 0.0, -float("inf"))
-            s_c += penalty
-            s_d += penalty
-            m_new = tl.maximum(m_new, tl.max(tl.maximum(s_c, s_d), 0))
-        p_a = tl.exp2(s_a - m_new[None, :])
-        p_b = tl.exp2(s_b - m_new[None, :])
+    """`acc` is in units of 1 / SUM_UNIT; what V's mins add to all dims goes to `shift`."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    tokens = tl.arange(0, PAGE)
+    dims = tl.arange(0, HEAD_DIM)
+    stored = stored_index(tl.arange(0, PAGE // 2), ASM)
+    weight = tl.where(tokens < PAGE // 2, LOW_WEIGHT, HIGH_WEIGHT)
+    turned = tl.where(tokens < PAGE // 2, 0.0, 15.0 / HIGH_WEIGHT)
+    for i in tl.range(begin, end, num_stages=STAGES):
+        base = pool + tl.load(table + 2 * i) * 16 + k_offset
+        words = (pool + tl.load(table + 2 * i + 1) * 4 + scale_offset).to(tl.pointer_type(tl.int32))
+        s = _int4_scores(
+            raised_low, raised_high, q_low, q_high, q_sum, q_scale, base, words, ASM, PAGE, HEAD_DIM
+        )
+        m_new = tl.maximum(m, tl.max(s, 0))
         shrink = tl.exp2(m - m_new)
         m = m_new
-        total = total * shrink[None, :] + (p_a + p_b)
-        shift = shift * shrink[None, :]
-        acc = acc * shrink[None, :]
-        shift, acc = _int4_values(p_a, p_b, shift, acc, base, words, ASM, V_OFFSET, PAGE, HEAD_DIM)
-        if PAIR:
-            p_a = tl.exp2(s_c - m_new[None, :])
-            p_b = tl.exp2(s_d - m_new[None, :])
-            total += p_a + p_b
-            shift, acc = _int4_values(p_a, p_b, shift, acc, base_2, words_2, ASM, V_OFFSET, PAGE, HEAD_DIM)
+        p = tl.exp2(s - m_new[None, :])
+        total = total * shrink[None, :] + p
+        scales = tl.load(words + HALF + 1 + tokens)
+        scaled = p * (low_half(scales).to(tl.float32) * weight)[:, None]
+        shift = shift * shrink[None, :] + p * high_half(scales).to(tl.float32)[:, None]
+        shift += scaled * turned[:, None]
+        halves = tl.permute(tl.reshape(scaled.to(tl.float16), [2, PAGE // 2, 8]), [1, 2, 0])
+        first, second = tl.split(halves)
+        low, high = tiny_codes(tl.load(base + V_OFFSET + dims[:, None] * (PAGE // 2) + stored[None, :]), ASM)
+        acc = tl.dot(high, second, tl.dot(low, first, acc * shrink[None, :]))
     return m, total, shift, acc
 
 
@@ -193,7 +179,7 @@ def decode_kernel(
     q_ptr, pool, table, spans, items, out_ptr, partial_ptr, lse_ptr, layer, q_scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_EXACT: tl.constexpr, BYTE_KIND: tl.constexpr, HAS_INT4: tl.constexpr, ASM: tl.constexpr,
-    EXACT_STAGES: tl.constexpr, BYTE_STAGES: tl.constexpr, INT4_STAGES: tl.constexpr, PAIR: tl.constexpr,
+    EXACT_STAGES: tl.constexpr, BYTE_STAGES: tl.constexpr, INT4_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (kv heads, items). BYTE_KIND is 0 (no such pages), 1 (int8) or 2 (fp8).
 
@@ -203,6 +189,8 @@ def decode_kernel(
     8-bit, of int4 rows, valid tokens of the exact pages, first item, number of items. A sequence of one item is
     written to `out` [B, heads, HEAD_DIM]; others to `partial` [items, heads, HEAD_DIM] with log2-sum-exp2.
     """
+    if ASM:  # the merge may be brought up as soon as there is room: it waits for all items
+        tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(0)
     item = tl.program_id(1)
     sequence = tl.load(items + item)
@@ -254,18 +242,25 @@ def decode_kernel(
     if HAS_INT4:  # noqa: SIM102
         if begin[2] < end[2]:
             HALF: tl.constexpr = HEAD_DIM // 2
-            q_low = _load_q(q_ptr, rows, valid, q_scale, 0, HEAD_DIM, HALF).to(tl.float16)
-            q_high = _load_q(q_ptr, rows, valid, q_scale, HALF, HEAD_DIM, HALF).to(tl.float16)
-            total = tl.zeros([PAGE // 2, 8], tl.float32)
-            shift = tl.zeros([PAGE // 2, 8], tl.float32)
+            q_low = _load_q(q_ptr, rows, valid, 1.0, 0, HEAD_DIM, HALF)
+            q_high = _load_q(q_ptr, rows, valid, 1.0, HALF, HEAD_DIM, HALF)
+            q_sum = (tl.sum(q_low, 0) + tl.sum(q_high, 0)) * (128.0 / MIN_UNIT)  # mins are stored plus 128
+            raised_low = (q_low * LOW_GAIN).to(tl.float16)
+            raised_high = (q_high * HIGH_GAIN).to(tl.float16)
+            q_low = q_low.to(tl.float16)
+            q_high = q_high.to(tl.float16)
+            total = tl.zeros([PAGE, 8], tl.float32)
+            shift = tl.zeros([PAGE, 8], tl.float32)
             before = m
+            acc = acc * (1.0 / SUM_UNIT)
             m, total, shift, acc = _int4_pages(
-                q_low, q_high, m, total, shift, acc, pool, table, byte_end + begin[2], byte_end + end[2],
+                raised_low, raised_high, q_low, q_high, q_sum, q_scale, m, total, shift, acc, pool, table,
+                byte_end + begin[2], byte_end + end[2],
                 block * (HEAD_VALUES // 2), scale_block * (2 * HEAD_DIM + 4 + 4 * PAGE),
-                ASM, NUM_KV_HEADS * (HEAD_VALUES // 2), PAGE, HEAD_DIM, PAIR, INT4_STAGES,
+                ASM, NUM_KV_HEADS * (HEAD_VALUES // 2), PAGE, HEAD_DIM, INT4_STAGES,
             )  # fmt: skip
             total_8 = total_8 * tl.exp2(before - m) + tl.sum(total, 0)
-            acc += tl.sum(shift, 0)[None, :]
+            acc = acc * SUM_UNIT + tl.sum(shift, 0)[None, :]
 
     dims = tl.arange(0, HEAD_DIM)
     total_8 = tl.maximum(total_8, 1e-30)  # an item may have no page
@@ -282,20 +277,23 @@ def decode_kernel(
 
 @triton.jit
 def merge_kernel(
-    partial_ptr, lse_ptr, spans, out_ptr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Grid (heads, sequences): the outputs of a sequence's items weighted by their share of the softmax mass; zeros
-    where there is none."""
+    partial_ptr, lse_ptr, spans, out_ptr,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, DIMS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (heads, sequences, HEAD_DIM / DIMS): the outputs of a sequence's items weighted by their share of the
+    softmax mass; zeros where there is none."""
     head = tl.program_id(0)
     sequence = tl.program_id(1)
     first = tl.load(spans + sequence * 8 + 5)
     num_items = tl.load(spans + sequence * 8 + 6)
+    if PDL:  # started before the decode kernel has ended
+        tl.extra.cuda.gdc_wait()
     if num_items == 1:
         return
-    dims = tl.arange(0, HEAD_DIM)
+    dims = tl.program_id(2) * DIMS + tl.arange(0, DIMS)
     m = tl.full([BLOCK], -1e30, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
-    acc = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
+    acc = tl.zeros([BLOCK, DIMS], tl.float32)
     for begin in tl.range(0, num_items, BLOCK):
         split = begin + tl.arange(0, BLOCK)
         inside = split < num_items

@@ -5,8 +5,9 @@ Payloads stay `[layer, K|V, head, block]` and the exact codec is the same on eve
 * int8: K [token, dim] and V [dim, token], as unsigned `code + 128`. fp8: the same places, e4m3 bits.
   Scales `[layer, head, token]`, one 32-bit word each: fp16 of K in the low half, of V in the high half.
 * int4: K [token, dim / 2] with dims j and j + dim / 2 in the low and high half of a byte, V [dim, token / 2]
-  with tokens t and t + page_size / 2. Of four bytes in a row the middle two are exchanged, so that two
-  halves of a word unpack into neighbours.
+  with the codes of token t and 15 - the code of token t + page_size / 2: what the two halves of a page add to a sum
+  has opposite signs, because tensor cores cut what they accumulate, and the larger the sum the more. Of four
+  bytes in a row the middle two are exchanged, so that two halves of a word unpack into neighbours.
   Scales `[layer, head]` records of 32-bit words: dim / 2 words of bytes (scale j, scale j + dim / 2, min j + 128,
   min j + dim / 2 + 128), one word of the fp16 units (scale, min), page_size words of V's fp16 (scale, min).
 
@@ -70,7 +71,7 @@ def from_gpu(codec: str, shape: PageShape, payload: Tensor, scales: Tensor) -> t
 
 
 @cache
-def _payload_permutation(codec: str, shape: PageShape) -> tuple[Tensor, int]:
+def _payload_permutation(codec: str, shape: PageShape) -> tuple[Tensor, Tensor | int]:
     """Index of the source byte of each byte, and what to xor it with."""
     dim, tokens = shape.head_dim, shape.page_size
     index = torch.arange(payload_bytes(codec, shape)).view(shape.num_layers, 2, shape.num_kv_heads, -1)
@@ -78,7 +79,9 @@ def _payload_permutation(codec: str, shape: PageShape) -> tuple[Tensor, int]:
     if codec == "int4":  # V comes as [token / 2, dim] pairs
         v = v.unflatten(-1, (tokens // 2, dim)).mT.flatten(-2)
         index = torch.stack((k, v), dim=1).view(-1, 4)[:, (0, 2, 1, 3)]
-        return index.reshape(-1), 0
+        flip = torch.zeros(shape.num_layers, 2, k[0].numel(), dtype=torch.uint8)
+        flip[:, 1] = 0xF0
+        return index.reshape(-1), flip.view(-1)
     v = v.unflatten(-1, (tokens, dim)).mT.flatten(-2)
     return torch.stack((k, v), dim=1).reshape(-1), 128 if codec == "int8" else 0
 
