@@ -170,10 +170,10 @@ def traffic_in_words(traffic: str, answer: Mapping[str, Any]) -> str:
     """Over what it was simulated; an estimate is called one."""
     if traffic == "recorded":
         return f"{answer['requests']} recorded requests"
-    fit = answer["fit"]
+    simulated, measured = answer["present"]["hit_rate"], answer["hit_rate_measured"]
     return (
-        f"an estimate, {answer['requests']} requests drawn from statistics, hit rate "
-        f"{_short(fit['hit_rate_fitted'])} for {_short(fit['hit_rate_measured'])} measured"
+        f"an estimate over {answer['requests']} requests drawn from statistics, which hit {_short(simulated)} "
+        f"where {_short(measured)} was measured"
     )
 
 

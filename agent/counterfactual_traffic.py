@@ -3,13 +3,12 @@
 Sessions whose turns repeat all that went before: their number of turns is geometric, each turn comes an idle time after
 the one before. The idle times are those of pages that were hit; pages that were released while idle count as not hit
 *so far* (a life table). Hits on pages that somebody was using have no idle time: they stand for a preamble that all
-share. `continued`, the share of requests that continue another one, has no counter: it is fitted, so that the
-simulation under the present knobs hits as much as was measured.
+share.
 """
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,19 +94,17 @@ def preamble_tokens(statistics: Mapping[str, Any], page_size: int) -> int:
     return int(shared) // page_size * page_size
 
 
-def bounds_of_continued(statistics: Mapping[str, Any]) -> tuple[float, float]:
-    """Around what the idle times tell, within what the lengths allow."""
+def continued_share(statistics: Mapping[str, Any]) -> float:
+    """Of requests that continue another one: the share of idle pages that come to be hit, within what the lengths
+    allow, as every turn repeats the prompt and the answer before."""
     span = sum(seconds for seconds, _ in statistics["arrivals"])
-    told = idle_times(statistics, span)[1]
     prompt, output = statistics["prompt_tokens"]["mean"], statistics["output_tokens"]["mean"]
-    most = 0.99 * prompt / (prompt + output)
-    return min(told / 2, most), min((1 + told) / 2, most)
+    return min(idle_times(statistics, span)[1], 0.99 * prompt / (prompt + output))
 
 
 def draw_traffic(
     statistics: Mapping[str, Any],
     *,
-    continued: float,
     page_size: int,
     max_tokens: int,
     warm_up: float,
@@ -121,7 +118,7 @@ def draw_traffic(
     start = (warm_up + BURN_IN) * span
     arrivals = _arrivals(spans, start, rng)
     num = len(arrivals)
-    shared = preamble_tokens(statistics, page_size)
+    continued, shared = continued_share(statistics), preamble_tokens(statistics, page_size)
     output = statistics["output_tokens"]
     added = _added(statistics, shared, continued).draw(num, rng)
     answers = Lengths(mean=max(output["mean"], 1.0), cv=min(output["cv"], MAX_SPREAD)).draw(num, rng)
@@ -206,14 +203,3 @@ def _sessions(
         if goes_on[k] and prompts[k] + answers[k] < max_tokens:
             heapq.heappush(due, (now + pauses[k], k))
     return session, turn, prompts
-
-
-def solve(measure: Any, wanted: float, low: float, high: float, rounds: int) -> tuple[float, float]:
-    """Where a rising `measure` is nearest to `wanted`, by halving; and what it is there."""
-    tried: Sequence[tuple[float, float]] = []
-    for _ in range(rounds):
-        middle = (low + high) / 2
-        found = measure(middle)
-        tried = [*tried, (middle, found)]
-        low, high = (middle, high) if found < wanted else (low, middle)
-    return min(tried, key=lambda pair: abs(pair[1] - wanted))

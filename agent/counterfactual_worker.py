@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpilot.agent.counterfactual_traffic import bounds_of_continued, draw_traffic, solve
+from kvpilot.agent.counterfactual_traffic import draw_traffic
 from kvpilot.engine.config import KNOB_NAMES, Knobs
 from kvpilot.engine.errors import ConfigError, KVPilotError
 from kvpilot.env.replay.result import DONE, ReplayResult
@@ -22,7 +22,6 @@ from kvpilot.env.traces.trace import Trace
 from kvpilot.env.tuning.reward import RewardWeights, relative_loss
 
 NICEST = 19
-FIT_ROUNDS = 6  # of halving: the share is then known to a hundredth
 WARM_UP = 1.0  # windows before the one that counts: a cache is not cold in the middle of the day
 
 
@@ -47,27 +46,12 @@ def recorded(path: Path, seconds: float) -> tuple[Trace, float]:
 
 
 def _simulate_drawn(job: dict[str, Any]) -> dict[str, Any]:
-    """The share of continuing requests is fitted to the hit rate that was measured under the present knobs."""
     statistics, replay = job["statistics"], _replay(job["present"], job)
+    trace = draw_traffic(
+        statistics, page_size=replay.engine.page_size, max_tokens=replay.model.max_len, warm_up=WARM_UP
+    )
     since = WARM_UP * sum(seconds for seconds, _ in statistics["arrivals"])
-
-    def draw(continued: float) -> Trace:
-        return draw_traffic(
-            statistics,
-            continued=continued,
-            page_size=replay.engine.page_size,
-            max_tokens=min(replay.model.max_len, 1 << 30),
-            warm_up=WARM_UP,
-        )
-
-    def hit_rate(continued: float) -> float:
-        return _figures(draw(continued), since, job["present"], job)["hit_rate"] or 0.0
-
-    low, high = bounds_of_continued(statistics)
-    continued, fitted = solve(hit_rate, statistics["hit_rate"], low, high, FIT_ROUNDS)
-    answer = _compared(draw(continued), since, job)
-    fit = {"continued": continued, "hit_rate_measured": statistics["hit_rate"], "hit_rate_fitted": fitted}
-    return {**answer, "fit": fit}
+    return {**_compared(trace, since, job), "hit_rate_measured": statistics["hit_rate"]}
 
 
 def _compared(trace: Trace, since: float, job: dict[str, Any]) -> dict[str, Any]:

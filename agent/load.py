@@ -8,6 +8,7 @@ from enum import StrEnum
 
 import httpx
 
+from kvpilot.agent.client import IDLE_CONNECTION_SECONDS
 from kvpilot.agent.traffic import Session, Turn
 
 MAX_ATTEMPTS = 8  # of a request that is refused with 429 or 503
@@ -80,7 +81,11 @@ class LoadRun:
 
     async def drive(self, sessions: list[Session], drain_seconds: float) -> None:
         """Returns when every turn has ended, at the latest `drain_seconds` after `end_seconds`."""
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        limits = httpx.Limits(
+            max_connections=None,
+            max_keepalive_connections=64,
+            keepalive_expiry=IDLE_CONNECTION_SECONDS,  # a request on one that the server is closing would be lost
+        )
         timeout = httpx.Timeout(10.0, read=None)
         async with httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False) as http:
             tasks = [asyncio.create_task(self._session(http, session)) for session in sessions]

@@ -45,10 +45,12 @@ def cases(folder: Path) -> dict[str, tuple[Trace, float, float]]:
         options=ReadOptions(seed=1, sessions_per_second=0.02),
     )
     synthetic = read_trace(folder / "mooncake" / "synthetic_trace.jsonl")
+    eighth, quarter = (sample_sessions(conversation, share, seed=1) for share in (0.125, 0.25))
     return {
-        "conversation, 1/8 of the sessions": (sample_sessions(conversation, 0.125, seed=1), 20.0, 900.0),
-        "conversation, 1/4 of the sessions": (sample_sessions(conversation, 0.25, seed=2), 40.0, 900.0),
-        "synthetic multi-turn, 1/4": (sample_sessions(synthetic, 0.25, seed=1), 20.0, 600.0),
+        "conversation/8, pool far too small": (eighth, 20.0, 900.0),
+        "conversation/8": (eighth, 50.0, 900.0),
+        "conversation/4": (quarter, 80.0, 900.0),
+        "synthetic multi-turn/4": (sample_sessions(synthetic, 0.25, seed=1), 50.0, 600.0),
         "coding agents": (agentic, 12.0, 1800.0),
     }
 
@@ -110,7 +112,7 @@ def show(row: dict[str, Any]) -> None:
         cells.append(f"{a[0]:.3g} -> {a[1]:.3g} / {b[0]:.3g} -> {b[1]:.3g}")
     print(f"| {row['traffic']} | {row['change']} | {' | '.join(cells)} |", flush=True)
     print(
-        f"    requests {truth['requests']} / {drawn['requests']}, fit {drawn['fit']}, "
+        f"    requests {truth['requests']} / {drawn['requests']}, measured hit rate {drawn['hit_rate_measured']:.3f}, "
         f"CPU {row['cpu'][0]:.1f} / {row['cpu'][1]:.1f} s",
         file=sys.stderr,
     )
