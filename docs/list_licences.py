@@ -53,7 +53,8 @@ def _of(installed: Distribution, extras: set[str]) -> Iterator[Requirement]:
 def licence(installed: Distribution) -> str:
     """The SPDX expression; where there is none, the field's first line, else the classifiers."""
     about = installed.metadata
-    stated = (about.get("License-Expression") or about.get("License") or "").strip().partition("\n")[0]
+    fields = [about[name] for name in ("License-Expression", "License") if name in about]
+    stated = (fields[0] if fields else "").strip().partition("\n")[0]
     classified = [
         re.sub(r" \(.*\)$", "", entry.rpartition(" :: ")[2])
         for entry in about.get_all("Classifier") or []
