@@ -126,10 +126,12 @@ def draw_traffic(
     goes_on = rng.uniform(size=num) < continued
     pauses = idle + statistics["service_seconds"]
     counts = arrivals >= start
-    for _ in range(2):  # once more with what brings the mean to what was seen: few long prompts decide it
-        session, turn, prompts = _sessions(arrivals, added, answers, pauses, goes_on, max_tokens - shared)
-        wanted = statistics["prompt_tokens"]["mean"] - shared
-        added = np.maximum(np.rint(added * wanted / prompts[counts].mean()), 1).astype(np.int64)
+    bounded = (answers, pauses, goes_on, max_tokens - shared)
+    _, _, prompts = _sessions(arrivals, added, *bounded)
+    wanted = statistics["prompt_tokens"]["mean"] - shared
+    # once more with what brings the mean to what was seen: few long prompts decide it
+    added = np.maximum(np.rint(added * wanted / prompts[counts].mean()), 1).astype(np.int64)
+    session, turn, prompts = _sessions(arrivals, added, *bounded)
     prompts = prompts + shared
     kept = np.flatnonzero((arrivals >= start - warm_up * span) & (prompts + answers < max_tokens))
     pages = prompts[kept] // page_size

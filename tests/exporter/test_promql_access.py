@@ -13,6 +13,14 @@ from kvpilot.exporter.source import SourceError
 TOKEN = "a-token-for-tests-only"
 
 
+class Gateway(ThreadingHTTPServer):
+    token = TOKEN
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
 @pytest.fixture
 def gateway():
     """Answers as Prometheus does, but only to who shows the token and a tenant. It knows of no series."""
@@ -33,9 +41,7 @@ def gateway():
             self.end_headers()
             self.wfile.write(raw)
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.token = TOKEN
-    server.url = f"http://127.0.0.1:{server.server_port}"
+    server = Gateway(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     yield server
     server.shutdown()
