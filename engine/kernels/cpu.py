@@ -19,7 +19,7 @@ from kvpilot.engine.kernels import torch_ops
 from kvpilot.engine.kernels.page_table import PageTable
 from kvpilot.engine.kernels.torch_ops import RopeTables, cache_basis
 from kvpilot.engine.kv.codecs.base import NonFiniteError
-from kvpilot.engine.kv.formats import BITS, PageShape
+from kvpilot.engine.kv.formats import PageShape
 from kvpilot.engine.kv.storage import Conversion
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ MAX_PAGE_SIZE = 256
 MAX_QUERIES_PER_KV_HEAD = 16
 LIBRARIES = {"AVX512": ("_cpu_v4", "_cpu_v3"), "AVX2": ("_cpu_v3",)}  # else: "_cpu_any"
 FLOATS = {torch.float32: 0, torch.bfloat16: 1}
-KINDS = {name: kind for kind, name in enumerate(BITS)}  # the order of `Kind` in formats.h
+KINDS = {"fp32": 0, "bf16": 1, "int8": 2, "fp8": 3, "int4": 4}  # `Kind` in formats.h
+MAX_LEVELS = 8  # `Layout.kinds`
 
 
 def load_library() -> ModuleType | None:
@@ -121,7 +122,7 @@ class CPUKernels:
         layer: int,
         num_heads: int,
     ) -> Tensor:
-        if not (_covers(storage.shape, num_heads) and _is_plain(qkv_TX)):
+        if not (_covers(storage, num_heads) and _is_plain(qkv_TX)):
             return torch_ops.rope_rotate_write(qkv_TX, positions, places, rope, storage, layer, num_heads)
         head_dim = storage.shape.head_dim
         q_THD = qkv_TX.new_empty((len(positions), num_heads, head_dim))
@@ -146,7 +147,7 @@ class CPUKernels:
     def decode_attention(
         self, q_BHD: Tensor, storage: "TorchStorage", layer: int, table: PageTable
     ) -> Tensor:
-        if not (_covers(storage.shape, q_BHD.shape[1]) and _is_plain(q_BHD)):
+        if not (_covers(storage, q_BHD.shape[1]) and _is_plain(q_BHD)):
             return torch_ops.decode_attention(q_BHD, storage, layer, table)
         out_BHD = torch.empty_like(q_BHD)
         self._library.decode_attention(
@@ -174,7 +175,7 @@ class CPUKernels:
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
         shape = storage.shape
-        if not (_covers(shape, shape.num_kv_heads) and dtype in FLOATS):
+        if not (_covers(storage, shape.num_kv_heads) and dtype in FLOATS):
             return torch_ops.gather_pages(storage, layer, cells, num_tokens, dtype)
         size = (shape.num_kv_heads, num_tokens, shape.head_dim)
         k_HSD, v_HSD = torch.empty(size, dtype=dtype), torch.empty(size, dtype=dtype)
@@ -196,7 +197,7 @@ class CPUKernels:
     ) -> Tensor:
         shape, num_tokens = storage.shape, start + len(q_THD)
         is_native = self._has_bf16_prefill and q_THD.dtype == torch.bfloat16 and shape.head_dim % 64 == 0
-        if not (is_native and _covers(shape, q_THD.shape[1]) and q_THD.is_contiguous()):
+        if not (is_native and _covers(storage, q_THD.shape[1]) and q_THD.is_contiguous()):
             k_HSD, v_HSD = self.gather_pages(storage, layer, cells, num_tokens, q_THD.dtype)
             return torch_ops.dense_prefill(q_THD, k_HSD, v_HSD, start)
         out_THD = torch.empty_like(q_THD)
@@ -216,7 +217,7 @@ class CPUKernels:
 
     def convert_page(self, storage: "TorchStorage", conversion: Conversion) -> None:
         source, from_level, target, to_level = conversion
-        if not (storage.pool.is_cpu and _covers(storage.shape, storage.shape.num_kv_heads)):
+        if not (storage.pool.is_cpu and _covers(storage, storage.shape.num_kv_heads)):
             torch_ops.convert_page(storage, conversion)
             return
         is_fine = self._library.convert_page(
@@ -232,21 +233,25 @@ class CPUKernels:
             raise NonFiniteError(storage.codecs[to_level].name)
 
 
-def page_layout(shape: PageShape, ladder: tuple[str, ...]) -> NDArray[np.int64]:
-    """The struct `Layout` of formats.h."""
+def page_layout(shape: PageShape, ladder: tuple[str, ...]) -> NDArray[np.int64] | None:
+    """The struct `Layout` of formats.h; None where native code does not know the shape or a codec of the ladder."""
+    is_known = (
+        all(name in KINDS for name in ladder)
+        and len(ladder) <= MAX_LEVELS
+        and shape.head_dim % 16 == 0
+        and shape.head_dim <= MAX_HEAD_DIM
+        and shape.page_size <= MAX_PAGE_SIZE
+    )
+    if not is_known:
+        return None
     kinds = [KINDS[name] for name in ladder]
     sizes = (shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.page_size)
-    return np.array([*sizes, *kinds, *[0] * (8 - len(kinds))], dtype=np.int64)
+    return np.array([*sizes, *kinds, *[0] * (MAX_LEVELS - len(kinds))], dtype=np.int64)
 
 
 def _is_plain(x: Tensor) -> bool:
     return x.dtype in FLOATS and x.is_contiguous()
 
 
-def _covers(shape: PageShape, num_heads: int) -> bool:
-    return (
-        shape.head_dim % 16 == 0
-        and shape.head_dim <= MAX_HEAD_DIM
-        and shape.page_size <= MAX_PAGE_SIZE
-        and num_heads // shape.num_kv_heads <= MAX_QUERIES_PER_KV_HEAD
-    )
+def _covers(storage: "TorchStorage", num_heads: int) -> bool:
+    return storage.layout is not None and num_heads // storage.shape.num_kv_heads <= MAX_QUERIES_PER_KV_HEAD

@@ -4,7 +4,7 @@
 
 namespace kv {
 
-enum Kind : int64_t { kFP32, kBF16, kInt8, kFP8, kInt4 };  // order of `formats.BITS`
+enum Kind : int64_t { kFP32, kBF16, kInt8, kFP8, kInt4 };  // `KINDS` in cpu.py
 
 struct Layout {  // passed from Python as int64[]
     int64_t num_layers, num_kv_heads, head_dim, page_size;
@@ -79,7 +79,7 @@ template <class Body> KV_INLINE void with_codec(int64_t kind, Body body) {
         case kBF16: return body(BF16{});
         case kInt8: return body(Int8{});
         case kFP8: return body(FP8{});
-        default: return body(Int4{});
+        default: return body(Int4{});  // no other kind gets past `page_layout` in cpu.py
     }
 }
 

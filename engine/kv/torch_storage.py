@@ -39,7 +39,7 @@ class TorchStorage:
                 f"pool_bytes={pool_bytes} is invalid: expected at least one {ladder[0]} page of "
                 f"{self.codecs[0].payload_bytes} bytes"
             )
-        self.layout = page_layout(shape, tuple(ladder))  # for native code
+        self.layout = page_layout(shape, tuple(ladder))  # for native code; None: it cannot read this pool
         self.pool: Tensor = _allocate(pool_bytes, torch.device(device))
 
     def convert(self, conversions: list[Conversion]) -> None:

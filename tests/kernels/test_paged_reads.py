@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from kvpilot.engine.kernels import torch_ops
-from kvpilot.engine.kv.formats import PageShape
+from kvpilot.engine.kv.codecs import CODECS, Codec
+from kvpilot.engine.kv.formats import BITS, PageShape
+from kvpilot.engine.kv.storage import Cell, Conversion
 
 MIXED = ("bf16", "int8", "int4")
 
@@ -155,3 +157,38 @@ def test_unsupported_shapes_take_the_torch_path(implementation, make_pool):
     q = queries(pool, 20, torch.float32)
     out = implementation.decode_attention(q, pool.storage, 0, pool.table)
     assert torch.equal(out, torch_ops.decode_attention(q, pool.storage, 0, pool.table))
+
+
+class SixteenthsCodec(Codec):
+    """Somebody's own: multiples of 1/16, without scales."""
+
+    name = "sixteenths"
+
+    def encode(self, k_LHPD, v_LHPD, payload, scales):
+        codes = torch.stack((k_LHPD, v_LHPD), dim=1).mul(16).round().clamp(-127, 127).to(torch.int8)
+        self._rows(payload, self.shape.head_dim).copy_(codes.view(torch.uint8))
+
+    def decode(self, payload, scales):
+        return tuple((self._rows(payload, self.shape.head_dim).view(torch.int8).float() / 16).unbind(1))
+
+
+def test_a_codec_that_native_code_does_not_know_is_read_by_torch(implementation, make_pool, monkeypatch):
+    monkeypatch.setitem(BITS, SixteenthsCodec.name, 8)
+    monkeypatch.setitem(CODECS, SixteenthsCodec.name, SixteenthsCodec)
+    shape = PageShape(num_layers=2, num_kv_heads=2, head_dim=64, page_size=32)
+    pool = make_pool(shape, ("bf16", "sixteenths"), (1, 200, 70), levels=(0, 1))
+    q = queries(pool, 3, torch.float32)
+    out = implementation.decode_attention(q, pool.storage, 1, pool.table)
+    assert_close(out, attention(q, pool, 1), torch.float32)
+
+    end = int(pool.table.indptr[2])
+    k_HSD, v_HSD = implementation.gather_pages(pool.storage, 1, pool.table.cells[1:end], 200, torch.float32)
+    assert torch.equal(k_HSD.double(), pool.k_BLHSD[1][1])
+    assert torch.equal(v_HSD.double(), pool.v_BLHSD[1][1])
+
+    source, target = pool.pages(1)[:2]  # bf16, sixteenths
+    k, v = pool.storage.read_page(0, source.payload, source.scales)
+    there = Cell(target.payload, target.scales)
+    implementation.convert_page(pool.storage, Conversion(Cell(source.payload, source.scales), 0, there, 1))
+    for converted, original in zip(pool.storage.read_page(1, *there), (k, v), strict=True):
+        assert (converted - original).abs().max() <= 1 / 32
