@@ -127,7 +127,7 @@ class Stack:
             self._means = [vector] * len(self.averages)
         self._seen.append(vector)
         self._means = [
-            mean + (vector - mean) / np.float32(length)
+            mean + np.divide(vector - mean, length, dtype=np.float32)
             for mean, length in zip(self._means, self.averages, strict=True)
         ]
         return np.concatenate([*self._seen, *self._means])

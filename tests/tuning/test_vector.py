@@ -77,7 +77,7 @@ def test_knobs_are_placed_between_their_bounds():
 
 def test_averages_begin_at_the_first_vector_and_forget():
     stack = Stack(1, (2.0, 4.0))
-    one, two = np.float32([1]), np.float32([2])
+    one, two = np.array([1], np.float32), np.array([2], np.float32)
     assert stack.push(one).tolist() == [1, 1, 1]
     assert stack.push(two).tolist() == [2, 1.5, 1.25]
     assert stack.push(two).tolist() == [2, 1.75, 1.4375]
