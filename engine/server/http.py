@@ -29,11 +29,13 @@ class ModelNotFoundError(RequestError):
 async def read_body(request: Request, limit_bytes: int) -> bytes:
     """The body; BodyTooLargeError as soon as more than `limit_bytes` have arrived.
 
-    Of the content types only JSON is taken: a web page can send others to a server on loopback unasked.
+    Only what says that it is JSON is taken: a web page can send other types, or none, to a server on loopback unasked.
     """
-    content_type = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
-    if content_type != JSON:
-        raise HTTPException(415, f"Content-Type {content_type[:80]!r} is not taken: send {JSON}")
+    given = request.headers.get("content-type")
+    if given is None:
+        raise HTTPException(415, f"Content-Type is missing: send {JSON}")
+    if given.partition(";")[0].strip().lower() != JSON:
+        raise HTTPException(415, f"Content-Type {given[:80]!r} is not taken: send {JSON}")
     chunks, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)

@@ -5,6 +5,8 @@ import threading
 
 import pytest
 
+JSON = {"Content-Type": "application/json"}
+
 
 def test_token_is_required(server):
     for header in (None, "", "Bearer", "Bearer wrong", server.admin.headers["authorization"].lower()):
@@ -97,7 +99,7 @@ def test_stale_revision(server):
 def test_invalid_change_is_named_and_nothing_is_applied(shared, body, field):
     before = shared.admin.get("/admin/knobs").json()
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    response = shared.admin.patch("/admin/knobs", content=content)
+    response = shared.admin.patch("/admin/knobs", content=content, headers=JSON)
     assert response.status_code == 422
     answer = response.json()
     assert set(answer) == {"error", "field", "value", "bounds", "message"}
@@ -113,8 +115,17 @@ def shared(run_server):
         yield server
 
 
+@pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded"])
+def test_a_change_must_say_that_it_is_json(server, content_type):
+    headers = {} if content_type is None else {"Content-Type": content_type}
+    response = server.admin.patch("/admin/knobs", content=b'{"knobs": {"kv_level": 1}}', headers=headers)
+    assert response.status_code == 415
+    assert "send application/json" in response.json()["error"]["message"]
+    assert server.admin.get("/admin/knobs").json()["revision"] == 1
+
+
 def test_body_beyond_the_limit(server):
-    response = server.admin.patch("/admin/knobs", content=b" " * (1 << 20))
+    response = server.admin.patch("/admin/knobs", content=b" " * (1 << 20), headers=JSON)
     assert response.status_code == 413
 
 

@@ -5,12 +5,13 @@ import json
 import pytest
 
 COMPLETION = {"model": "stub", "prompt": "Hello", "max_tokens": 2}
+JSON = {"Content-Type": "application/json"}
 CHAT = {"model": "stub", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 
 
 def refuse(server, path, body, status=400):
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    response = server.client.post(path, content=content)
+    response = server.client.post(path, content=content, headers=JSON)
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -43,6 +44,33 @@ def server(run_server):
 )
 def test_malformed_json(server, body):
     assert "not valid JSON" in refuse(server, "/v1/completions", body)["message"]
+
+
+@pytest.mark.parametrize(
+    ("content_type", "named"),
+    [
+        (None, "Content-Type is missing"),  # a Blob without a type
+        ("", "''"),
+        ("text/plain;charset=UTF-8", "'text/plain;charset=UTF-8'"),
+        ("application/x-www-form-urlencoded", "'application/x-www-form-urlencoded'"),  # curl -d
+        ("text/plain; application/json", "'text/plain; application/json'"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_what_a_web_page_could_send_unasked_is_refused(server, path, content_type, named):
+    headers = {} if content_type is None else {"Content-Type": content_type}
+    body = json.dumps(COMPLETION if path == "/v1/completions" else CHAT).encode()
+    response = server.client.post(path, content=body, headers=headers)
+    assert response.status_code == 415
+    message = response.json()["error"]["message"]
+    assert named in message
+    assert "send application/json" in message
+
+
+@pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "Application/JSON"])
+def test_json_may_be_called_so_in_any_way(server, content_type):
+    body, headers = json.dumps(COMPLETION).encode(), {"Content-Type": content_type}
+    assert server.client.post("/v1/completions", content=body, headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize("body", [b"[]", b"7", b"null", b'"x"'])
