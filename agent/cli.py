@@ -10,16 +10,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from kvpilot.agent import (
-    bench_cli,
-    evaluate_cli,
-    operator_cli,
-    replay_cli,
-    run_cli,
-    trace_cli,
-    train_cli,
-    tune_cli,
-)
+from kvpilot.agent.commands import bench, evaluate, operator, replay, run, trace, train, tune
 from kvpilot.engine.config import EngineConfig, Knobs
 from kvpilot.engine.errors import ConfigError, KVPilotError
 
@@ -47,14 +38,14 @@ app = typer.Typer(
 )
 knobs_app = typer.Typer(no_args_is_help=True, help="Read and write the four live knobs of a running engine.")
 app.add_typer(knobs_app, name="knobs")
-app.add_typer(trace_cli.app, name="trace")
-app.add_typer(bench_cli.app, name="bench")
-run_cli.register(app)
-replay_cli.register(app)
-operator_cli.register(app)
-tune_cli.register(app)
-evaluate_cli.register(app)
-train_cli.register(app)
+app.add_typer(trace.app, name="trace")
+app.add_typer(bench.app, name="bench")
+run.register(app)
+replay.register(app)
+operator.register(app)
+tune.register(app)
+evaluate.register(app)
+train.register(app)
 
 SETTINGS = {  # what errors call by its name in the configuration, and the option
     "pool_bytes": "pool-mb",
@@ -255,7 +246,7 @@ def demo(
 
         autotune demo --quick --out /tmp/demo
     """
-    from kvpilot.agent.demo import DemoConfig, run_demo
+    from kvpilot.agent.demo.command import DemoConfig, run_demo
 
     seconds = 4.0 if quick else seconds_per_phase
     config = DemoConfig(model=model, out=out, seconds_per_phase=seconds, pool_mb=pool_mb, seed=seed)

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from kvpilot.agent.client import EngineClient, KnobState, read_token
+from kvpilot.agent.control.client import EngineClient, KnobState, read_token
 
 
 def get_knobs(admin_url: str, token_file: Path, *, as_json: bool) -> None:

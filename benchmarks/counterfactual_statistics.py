@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvpilot.agent.counterfactual_statistics import TrafficStatistics
-from kvpilot.agent.counterfactual_worker import WARM_UP, _replay, recorded, simulate
+from kvpilot.agent.counterfactual.statistics import TrafficStatistics
+from kvpilot.agent.counterfactual.worker import WARM_UP, _replay, recorded, simulate
 from kvpilot.engine.stats import StatsWindow
 from kvpilot.env.replay.sim import make_simulation
 from kvpilot.env.traces.compose import sample_sessions

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvpilot.agent.quality import corpus_windows, kl_divergence
+from kvpilot.agent.bench.quality import corpus_windows, kl_divergence
 from kvpilot.engine.attention import PagedAttention, rope_tables
 from kvpilot.engine.kv.cuda_storage import CudaStorage
 from kvpilot.engine.kv.formats import PageShape, payload_bytes

@@ -17,9 +17,9 @@ from typing import Any
 import httpx
 import yaml
 
+from kvpilot.agent.demo.load import LoadRun
+from kvpilot.agent.demo.traffic import Phase, make_sessions
 from kvpilot.agent.launch import ServerProcess, launched
-from kvpilot.agent.load import LoadRun
-from kvpilot.agent.traffic import Phase, make_sessions
 
 SERVE = ["--model", "smollm2", "--pool-mb", "32", "--max-batch", "8", "--max-batch-ceiling", "32"]
 CHATS = Phase(

@@ -11,7 +11,6 @@ from kvpilot.agent.evaluation.config import EvaluateConfig
 from kvpilot.agent.evaluation.outcome import Outcomes, collect
 from kvpilot.agent.evaluation.report import write_report
 from kvpilot.agent.evaluation.runs import KeepingJob, Run, run_all
-from kvpilot.agent.evaluation.sheet import make_console, show_sheet
 from kvpilot.agent.evaluation.sheets import (
     differences_sheet,
     learned_labels,
@@ -19,7 +18,8 @@ from kvpilot.agent.evaluation.sheets import (
     sentences,
     tuning_sheet,
 )
-from kvpilot.agent.evaluation.workers import StoppedError, Workers
+from kvpilot.agent.jobs.sheet import make_console, show_sheet
+from kvpilot.agent.jobs.workers import StoppedError, Workers
 from kvpilot.agent.progress import progress_bar
 from kvpilot.engine.errors import KVPilotError
 from kvpilot.env.replay.interrupt import interruptible

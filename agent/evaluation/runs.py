@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-from kvpilot.agent.evaluation.workers import Workers
+from kvpilot.agent.jobs.workers import Workers
 from kvpilot.agent.policies.spec import PolicySpec
 from kvpilot.engine.errors import KVPilotError
 from kvpilot.env.tuning.episode import Episode

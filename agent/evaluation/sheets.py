@@ -1,8 +1,8 @@
 """The tables of an evaluation, the same for terminal and page; defaults against static tuning come first."""
 
 from kvpilot.agent.evaluation.outcome import BASELINES, FIGURES, Figure, Outcomes
-from kvpilot.agent.evaluation.sheet import Sheet
 from kvpilot.agent.evaluation.statistics import Estimate
+from kvpilot.agent.jobs.sheet import Sheet
 from kvpilot.env.replay.report import format_value
 
 NOT_LEARNED = (

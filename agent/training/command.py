@@ -6,7 +6,7 @@ import warnings
 from rich.console import Console
 from rich.table import Table
 
-from kvpilot.agent.evaluation.workers import StoppedError
+from kvpilot.agent.jobs.workers import StoppedError
 from kvpilot.agent.training.errors import TrainingError
 from kvpilot.agent.training.request import TrainRequest
 from kvpilot.agent.training.screen import Screen

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from kvpilot.agent.evaluation.workers import Workers
+from kvpilot.agent.jobs.workers import Workers
 from kvpilot.agent.policies.exported import DESCRIPTION
 from kvpilot.agent.training.clone import CloneReport, clone
 from kvpilot.agent.training.config import MAX_MEMBERS

@@ -8,7 +8,7 @@ from typing import Any
 
 import optuna
 
-from kvpilot.agent.evaluation.workers import StoppedError
+from kvpilot.agent.jobs.workers import StoppedError
 from kvpilot.agent.training.config import EnvironmentConfig, TrainConfig, to_toml
 from kvpilot.agent.training.errors import TrainingError
 from kvpilot.agent.training.request import TrainRequest

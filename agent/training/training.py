@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvpilot.agent.evaluation.workers import StoppedError
+from kvpilot.agent.jobs.workers import StoppedError
 from kvpilot.agent.policies.exported import load_exported
 from kvpilot.agent.training.config import TrainConfig, read_config, to_toml
 from kvpilot.agent.training.errors import TrainingError

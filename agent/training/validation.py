@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvpilot.agent.evaluation.runs import KeepingJob, Run, run_all
-from kvpilot.agent.evaluation.workers import Workers
+from kvpilot.agent.jobs.workers import Workers
 from kvpilot.agent.policies.spec import PolicySpec, parse_spec, tuned_specs
 from kvpilot.agent.training.errors import TrainingError
 from kvpilot.agent.training.request import TrainRequest

@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from time import monotonic
 
-from kvpilot.agent.evaluation.sheet import Sheet, make_console, show_sheet
-from kvpilot.agent.evaluation.workers import StoppedError
+from kvpilot.agent.jobs.sheet import Sheet, make_console, show_sheet
+from kvpilot.agent.jobs.workers import StoppedError
 from kvpilot.agent.progress import progress_bar
 from kvpilot.agent.tune.charts import write_page
 from kvpilot.agent.tune.config import TuneConfig

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvpilot.agent.evaluation.runs import Outcome, Run, run_all
-from kvpilot.agent.evaluation.workers import StoppedError, WorkerDiedError, Workers
+from kvpilot.agent.jobs.workers import StoppedError, WorkerDiedError, Workers
 from kvpilot.agent.policies.spec import PolicySpec
 from kvpilot.agent.tune.storage import Direction, claim, give_back, take_back_lost
 from kvpilot.env.tuning.episode import Episode

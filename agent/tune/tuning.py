@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvpilot.agent.evaluation.runs import KeepingJob, Run, run_all
-from kvpilot.agent.evaluation.workers import StoppedError, Workers
+from kvpilot.agent.jobs.workers import StoppedError, Workers
 from kvpilot.agent.policies.spec import PolicySpec, static_spec
 from kvpilot.agent.tune.config import TuneConfig
 from kvpilot.agent.tune.known import DEFAULT, Knobs, Known, Tuning, choose, make_tuning

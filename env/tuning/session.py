@@ -77,7 +77,7 @@ class SimulatedSession:
 
 
 class LiveEngine(Protocol):
-    """What a live session needs of its engine, as `agent.client.EngineClient` has it."""
+    """What a live session needs of its engine, as `agent.control.client.EngineClient` has it."""
 
     def scrape(self) -> StatsSnapshot: ...
 

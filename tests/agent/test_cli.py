@@ -7,9 +7,10 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from kvpilot.agent import cli, demo, serve
-from kvpilot.agent import run as run_module
-from kvpilot.agent.control_nouns import Mode
+from kvpilot.agent import cli, serve
+from kvpilot.agent.control import run as run_module
+from kvpilot.agent.control.nouns import Mode
+from kvpilot.agent.demo import command as demo
 from kvpilot.engine.config import EngineConfig, Knobs
 
 FLAGS = {
@@ -133,7 +134,9 @@ def test_version():
     assert call("--version").output.startswith("autotune ")
 
 
-@pytest.mark.parametrize("module", ["cli", "run", "controller", "demo", "knobs", "launch", "report"])
+@pytest.mark.parametrize(
+    "module", ["cli", "control.run", "control.controller", "demo.command", "knobs", "launch", "demo.report"]
+)
 def test_only_serve_needs_torch(module):
     code = f"import sys, kvpilot.agent.{module}; sys.exit('torch' in sys.modules or 'fastapi' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code], timeout=60, check=False).returncode == 0

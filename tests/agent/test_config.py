@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from kvpilot.agent.config import guard_limits, load_settings, paces
-from kvpilot.agent.control_nouns import Mode
+from kvpilot.agent.control.config import guard_limits, load_settings, paces
+from kvpilot.agent.control.nouns import Mode
 from kvpilot.engine.errors import ConfigError
 from kvpilot.k8s.control_document import ControlDocument, Limits, Slo
 

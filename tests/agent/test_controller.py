@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvpilot.agent.audit import AuditLog
-from kvpilot.agent.client import EngineClient
-from kvpilot.agent.controller import Controller, Mode, Outcome
+from kvpilot.agent.control.audit import AuditLog
+from kvpilot.agent.control.client import EngineClient
+from kvpilot.agent.control.controller import Controller, Mode, Outcome
 from kvpilot.agent.guard import GuardLimits, Reason, intervals
 from kvpilot.agent.policies.threshold import ThresholdPolicy
 from kvpilot.engine.stats import StatsRecorder

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvpilot.agent.audit import AuditLog
-from kvpilot.agent.config import CounterfactualSettings
-from kvpilot.agent.counterfactual import FIGURES, Counterfactual, CounterfactualError, Question, in_words
+from kvpilot.agent.control.audit import AuditLog
+from kvpilot.agent.control.config import CounterfactualSettings
+from kvpilot.agent.counterfactual.loop import FIGURES, Counterfactual, CounterfactualError, Question, in_words
 from kvpilot.engine.errors import ConfigError
 
 GOOD = {"ttl_seconds": 60.0, "size_factor": 0.3, "max_batch": 16, "kv_level": 1}

@@ -7,16 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpilot.agent.audit import AuditLog, read_audit
-from kvpilot.agent.config import CounterfactualSettings
-from kvpilot.agent.counterfactual import Counterfactual, Question, traffic_in_words
-from kvpilot.agent.counterfactual_statistics import (
+from kvpilot.agent.control.audit import AuditLog, read_audit
+from kvpilot.agent.control.config import CounterfactualSettings
+from kvpilot.agent.counterfactual.loop import Counterfactual, Question, traffic_in_words
+from kvpilot.agent.counterfactual.statistics import (
     TooLittleSeenError,
     TrafficStatistics,
     WatchedSource,
     moments,
 )
-from kvpilot.agent.counterfactual_traffic import (
+from kvpilot.agent.counterfactual.traffic import (
     continued_share,
     draw_traffic,
     idle_times,

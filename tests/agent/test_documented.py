@@ -7,7 +7,7 @@ import pytest
 from typer.main import get_command
 
 from kvpilot.agent import cli
-from kvpilot.agent.config import GuardSettings, RunSettings, SloSettings
+from kvpilot.agent.control.config import GuardSettings, RunSettings, SloSettings
 
 ROOT = Path(__file__).parents[2]
 RULES = [
@@ -33,7 +33,7 @@ def test_each_rule_names_tests_and_code_that_exist(rule):
     assert names or "tests/k8s" in proof
     for name in names:
         assert f"def {name}(" in TESTS
-    for path in re.findall(r"`((?:guard/|control_|k8s/)[\w/]+)(?:\.(\w+))?", where):
+    for path in re.findall(r"`((?:guard/|control/|k8s/)[\w/]+)(?:\.(\w+))?", where):
         file = (ROOT if path[0].startswith("k8s") else ROOT / "agent") / f"{path[0]}.py"
         assert file.is_file(), file
         if path[1] and path[1] != "py":

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot.agent.control_nouns import memory_as_dict, memory_from_dict
-from kvpilot.agent.control_signals import time_to_first_token
+from kvpilot.agent.control.nouns import memory_as_dict, memory_from_dict
+from kvpilot.agent.control.signals import time_to_first_token
 from kvpilot.agent.guard import (
     GuardLimits,
     Memory,

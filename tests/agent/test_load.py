@@ -1,7 +1,7 @@
 import asyncio
 
-from kvpilot.agent.load import LoadRun, Status
-from kvpilot.agent.traffic import PHASES, Session, Turn, make_sessions
+from kvpilot.agent.demo.load import LoadRun, Status
+from kvpilot.agent.demo.traffic import PHASES, Session, Turn, make_sessions
 
 TURN = Turn(text="How do I fix it?", answer_tokens=4, think_seconds=0.0)
 

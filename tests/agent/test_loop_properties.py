@@ -6,9 +6,9 @@ import math
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvpilot.agent.client import EngineUnavailableError, KnobState, PatchResult, UnauthorizedError
-from kvpilot.agent.control_nouns import Control, Mode
-from kvpilot.agent.controller import Controller
+from kvpilot.agent.control.client import EngineUnavailableError, KnobState, PatchResult, UnauthorizedError
+from kvpilot.agent.control.controller import Controller
+from kvpilot.agent.control.nouns import Control, Mode
 from kvpilot.agent.guard import GuardLimits, SloLimits, default_steps, intervals
 from kvpilot.engine.config import EngineConfig, Knobs, knob_bounds, validate_knobs
 from kvpilot.engine.errors import KnobStaleError

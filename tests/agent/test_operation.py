@@ -15,20 +15,20 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvpilot.agent import run as run_module
-from kvpilot.agent.audit import AuditError, AuditLog, read_audit
-from kvpilot.agent.client import EngineClient
-from kvpilot.agent.config import load_settings
-from kvpilot.agent.control_load import load, load_source
-from kvpilot.agent.control_logging import JsonFormatter
-from kvpilot.agent.control_metrics import METRICS, PREFIX, AgentMetrics
-from kvpilot.agent.control_nouns import Failure, Mode, Outcome
-from kvpilot.agent.control_policy import DeadlinePolicy
-from kvpilot.agent.control_replay import replay
-from kvpilot.agent.control_server import ControlServer, Heartbeat
-from kvpilot.agent.control_state import StateFile
-from kvpilot.agent.control_targets import OwnTarget, make_target
-from kvpilot.agent.controller import Controller
+from kvpilot.agent.control import run as run_module
+from kvpilot.agent.control.audit import AuditError, AuditLog, read_audit
+from kvpilot.agent.control.client import EngineClient
+from kvpilot.agent.control.config import load_settings
+from kvpilot.agent.control.controller import Controller
+from kvpilot.agent.control.deadline import DeadlinePolicy
+from kvpilot.agent.control.loaded_policy import load, load_source
+from kvpilot.agent.control.log_format import JsonFormatter
+from kvpilot.agent.control.metrics import METRICS, PREFIX, AgentMetrics
+from kvpilot.agent.control.nouns import Failure, Mode, Outcome
+from kvpilot.agent.control.replay import replay
+from kvpilot.agent.control.server import ControlServer, Heartbeat
+from kvpilot.agent.control.state import StateFile
+from kvpilot.agent.control.targets import OwnTarget, make_target
 from kvpilot.agent.guard import GuardLimits, Reason, intervals
 from kvpilot.agent.policies.static import StaticPolicy
 from kvpilot.engine.errors import ConfigError
@@ -386,7 +386,7 @@ def test_the_sidecar_learns_nothing_and_needs_no_training_library(make_sidecar, 
     import sys
 
     code = (
-        "import sys, kvpilot.agent.run; "
+        "import sys, kvpilot.agent.control.run; "
         "sys.exit(any(name in sys.modules for name in ('torch', 'optuna', 'stable_baselines3', 'gymnasium')))"
     )
     assert subprocess.run([sys.executable, "-P", "-c", code], timeout=60, check=False).returncode == 0

@@ -3,14 +3,14 @@ import re
 
 import pytest
 
-from kvpilot.agent.charts import make_charts
-from kvpilot.agent.controller import Decision, Outcome
-from kvpilot.agent.demo import DemoConfig, report_data
+from kvpilot.agent.control.controller import Decision, Outcome
+from kvpilot.agent.demo.charts import make_charts
+from kvpilot.agent.demo.command import DemoConfig, report_data
+from kvpilot.agent.demo.load import Status, TurnResult
+from kvpilot.agent.demo.recording import Recording
+from kvpilot.agent.demo.report import render
+from kvpilot.agent.demo.summary import accounts, cut_off, outcome, quantile, summarize
 from kvpilot.agent.guard import Reason, Refusal
-from kvpilot.agent.load import Status, TurnResult
-from kvpilot.agent.recording import Recording
-from kvpilot.agent.report import render
-from kvpilot.agent.summary import accounts, cut_off, outcome, quantile, summarize
 from kvpilot.engine.stats import StatsSnapshot
 
 HOSTILE = "</script><script>alert(1)</script>"

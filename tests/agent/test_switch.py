@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
-from kvpilot.agent.control_nouns import Mode
-from kvpilot.agent.control_state import SafeState, StateError, StateFile
-from kvpilot.agent.control_switch import KILL_VARIABLE, DocumentFile, Switches, intersection
+from kvpilot.agent.control.nouns import Mode
+from kvpilot.agent.control.state import SafeState, StateError, StateFile
+from kvpilot.agent.control.switches import KILL_VARIABLE, DocumentFile, Switches, intersection
 from kvpilot.agent.guard import Watch
 from kvpilot.k8s.control_document import Bounds, ControlDocument, Range
 

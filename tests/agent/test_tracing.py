@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from kvpilot.agent.control_nouns import Decision, Outcome
+from kvpilot.agent.control.nouns import Decision, Outcome
+from kvpilot.agent.control.tracing import DecisionTracer
 from kvpilot.agent.guard import Reason, Refusal
-from kvpilot.agent.tracing import DecisionTracer
 
 APPLIED = Decision(
     time=1.0,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvpilot.agent.calibrate import CalibrateConfig, run_calibration
 from kvpilot.agent.cli import _in_options
+from kvpilot.agent.simulate.calibrate import CalibrateConfig, run_calibration
 from kvpilot.engine.errors import ConfigError
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import transformers  # pyright: ignore[reportMissingImports]
 
-from kvpilot.agent.corpus import read_texts
+from kvpilot.agent.bench.corpus import read_texts
 from kvpilot.engine.model.load import read_checkpoint
 
 TOP = 64

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import yaml
 
-from kvpilot.agent import control_metrics
+from kvpilot.agent.control import metrics as control_metrics
 from kvpilot.dashboards.names import AGENT_METRICS, AGENT_PREFIX
 from kvpilot.dashboards.names import agent as agent_series
 from kvpilot.dashboards.names import engine as engine_series

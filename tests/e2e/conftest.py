@@ -19,9 +19,9 @@ import httpx
 import pytest
 import yaml
 
+from kvpilot.agent.demo.load import LoadRun
+from kvpilot.agent.demo.traffic import Phase, make_sessions
 from kvpilot.agent.launch import ServerProcess, launched
-from kvpilot.agent.load import LoadRun
-from kvpilot.agent.traffic import Phase, make_sessions
 from kvpilot.dashboards.rules import Timing, render_rules
 from kvpilot.engine.stats import StatsSnapshot, StatsWindow
 from kvpilot.exporter.promql import PromSource

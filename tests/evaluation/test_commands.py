@@ -7,7 +7,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from kvpilot.agent import cli
-from kvpilot.agent.evaluation.workloads import Traffic, workload_of_trace
+from kvpilot.agent.jobs.workloads import Traffic, workload_of_trace
 from kvpilot.agent.tune.result import TunedFormError
 from kvpilot.engine.errors import ConfigError, KVPilotError
 

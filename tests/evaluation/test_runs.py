@@ -3,7 +3,7 @@ import json
 import pytest
 
 from kvpilot.agent.evaluation.runs import KeepingJob, Run, code_digest, run_all, workload_hash
-from kvpilot.agent.evaluation.workers import Workers
+from kvpilot.agent.jobs.workers import Workers
 from kvpilot.agent.policies.hysteresis import HysteresisPolicy
 from kvpilot.agent.policies.spec import PolicySpec, oracle_spec, parse_spec, static_spec, tuned_specs
 from kvpilot.agent.policies.static import StaticPolicy

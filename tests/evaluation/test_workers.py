@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpilot.agent.evaluation.workers import JobError, StoppedError, WorkerDiedError, Workers
+from kvpilot.agent.jobs.workers import JobError, StoppedError, WorkerDiedError, Workers
 
 
 @pytest.fixture

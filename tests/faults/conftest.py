@@ -17,14 +17,14 @@ import uvicorn
 from fastapi import Request, Response
 from prometheus_client import CollectorRegistry
 
-from kvpilot.agent.audit import AuditLog, read_audit
-from kvpilot.agent.client import EngineClient
-from kvpilot.agent.config import RunSettings, guard_limits
-from kvpilot.agent.control_nouns import Decision, Mode
-from kvpilot.agent.control_replay import replay
-from kvpilot.agent.control_signals import quantile
-from kvpilot.agent.control_state import StateFile
-from kvpilot.agent.controller import Controller
+from kvpilot.agent.control.audit import AuditLog, read_audit
+from kvpilot.agent.control.client import EngineClient
+from kvpilot.agent.control.config import RunSettings, guard_limits
+from kvpilot.agent.control.controller import Controller
+from kvpilot.agent.control.nouns import Decision, Mode
+from kvpilot.agent.control.replay import replay
+from kvpilot.agent.control.signals import quantile
+from kvpilot.agent.control.state import StateFile
 from kvpilot.agent.guard import Reason
 from kvpilot.agent.guard.limits import limits_as_dict
 from kvpilot.engine.config import Knobs
@@ -248,7 +248,7 @@ def make_loop(world, tmp_path) -> Iterator[Callable[..., Controller]]:
 
 
 def load_hash(spec: str) -> str:
-    from kvpilot.agent.control_load import load
+    from kvpilot.agent.control.loaded_policy import load
 
     return load(spec).digest
 

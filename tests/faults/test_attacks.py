@@ -13,8 +13,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvpilot.agent.control_nouns import Control, Mode, Outcome
-from kvpilot.agent.control_switch import DocumentFile, Switches
+from kvpilot.agent.control.nouns import Control, Mode, Outcome
+from kvpilot.agent.control.switches import DocumentFile, Switches
 from kvpilot.agent.guard import Reason, Step, default_steps
 from kvpilot.agent.policies import load_policy
 from kvpilot.engine.config import knob_bounds

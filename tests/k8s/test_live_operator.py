@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvpilot.agent.control_switch import Switches
+from kvpilot.agent.control.switches import Switches
 from kvpilot.k8s.control_source import ControlSource, WatchConfig
 
 pytestmark = pytest.mark.e2e

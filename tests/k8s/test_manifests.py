@@ -165,7 +165,7 @@ def test_the_command_lines_are_ones_that_autotune_understands(resources, monkeyp
 
 
 def test_the_sidecars_environment_is_one_that_it_understands(resources, monkeypatch):
-    from kvpilot.agent.config import load_settings
+    from kvpilot.agent.control.config import load_settings
 
     for entry in container(resources, "autotune")["env"]:
         monkeypatch.setenv(entry["name"], entry.get("value", "some-pod"))

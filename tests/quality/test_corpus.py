@@ -3,7 +3,7 @@
 import hashlib
 from importlib import resources
 
-from kvpilot.agent import corpus
+from kvpilot.agent.bench import corpus
 
 SHA256 = "b58a621b23718221a48d16844b338277ab722898943dde09a80af79e83ab002c"
 

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from kvpilot.agent import quality
-from kvpilot.agent.bench import merge_table
-from kvpilot.agent.teacher_forcing import PagedWindows, Recipe
+from kvpilot.agent.bench import quality
+from kvpilot.agent.bench.command import merge_table
+from kvpilot.agent.bench.teacher_forcing import PagedWindows, Recipe
 from kvpilot.engine.errors import ConfigError
 
 EXACT = Recipe(name="exact", codec="fp32")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvpilot.agent.sensitivity import page, table, verdict
+from kvpilot.agent.simulate.sensitivity import page, table, verdict
 from kvpilot.engine.errors import KnobInvalidError
 from kvpilot.env.replay.sensitivity import METRICS, grid_of, sweep
 

@@ -103,7 +103,7 @@ def test_off_without_an_endpoint(run_server, stub):
     assert open_provider("x", {"OTEL_EXPORTER_OTLP_ENDPOINT": ""}) is None
     code = """
 import sys, kvpilot.engine.server.run
-from kvpilot.agent.tracing import DecisionTracer
+from kvpilot.agent.control.tracing import DecisionTracer
 DecisionTracer().close()
 print("opentelemetry.sdk" in sys.modules)
 """

@@ -6,8 +6,9 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from kvpilot.agent import cli, trace_cli
-from kvpilot.agent.trace_report import make_charts, rows
+from kvpilot.agent import cli
+from kvpilot.agent.commands import trace
+from kvpilot.agent.simulate.trace_report import make_charts, rows
 from kvpilot.engine.errors import KVPilotError
 from kvpilot.env.traces.compose import scale_arrivals
 from kvpilot.env.traces.files import write_trace
@@ -37,7 +38,7 @@ def error_of(*args: object) -> str:
 
 @pytest.mark.parametrize("name", FLAGS)
 def test_the_flags_are_these(name):
-    command = get_command(trace_cli.app).commands[name]  # pyright: ignore[reportAttributeAccessIssue]
+    command = get_command(trace.app).commands[name]  # pyright: ignore[reportAttributeAccessIssue]
     options = [param for param in command.params if param.param_type_name == "option"]
     assert {option.lstrip("-") for param in options for option in param.opts} == set(FLAGS[name].split())
 

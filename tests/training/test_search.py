@@ -3,7 +3,7 @@
 import optuna
 import pytest
 
-from kvpilot.agent.evaluation.workers import StoppedError
+from kvpilot.agent.jobs.workers import StoppedError
 from kvpilot.agent.training.config import TrainConfig, read_config
 from kvpilot.agent.training.search import STORAGE, defaults, search, suggest
 from kvpilot.agent.tune.storage import StudyError

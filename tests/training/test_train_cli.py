@@ -26,7 +26,7 @@ def requests(monkeypatch, workload):
     monkeypatch.setattr(command, "run_train", lambda request, resume: seen.append((request, resume)) or 0)
     monkeypatch.setattr(command, "run_search", lambda request, trials: seen.append((request, trials)) or 0)
     monkeypatch.setattr(
-        "kvpilot.agent.evaluation.workloads.Traffic.workloads", lambda self, split: {workload.name: workload}
+        "kvpilot.agent.jobs.workloads.Traffic.workloads", lambda self, split: {workload.name: workload}
     )
     return seen
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvpilot.agent.evaluation.workers import StoppedError
+from kvpilot.agent.jobs.workers import StoppedError
 from kvpilot.agent.policies.exported import load_exported
 from kvpilot.agent.training.command import run_train
 from kvpilot.agent.training.config import read_config

@@ -5,7 +5,7 @@ import optuna
 import pytest
 
 from kvpilot.agent.evaluation.runs import KeepingJob, Run
-from kvpilot.agent.evaluation.workers import StoppedError, WorkerDiedError
+from kvpilot.agent.jobs.workers import StoppedError, WorkerDiedError
 from kvpilot.agent.policies.spec import static_spec
 from kvpilot.agent.tune.search import Ladder, Limits, Search, make_pruner
 from kvpilot.agent.tune.space import SearchSpace

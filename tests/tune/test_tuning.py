@@ -1,7 +1,7 @@
 import pytest
 
 from kvpilot.agent.evaluation.runs import Run
-from kvpilot.agent.evaluation.workers import StoppedError
+from kvpilot.agent.jobs.workers import StoppedError
 from kvpilot.agent.policies.spec import static_spec
 from kvpilot.agent.tune.charts import make_charts, render
 from kvpilot.agent.tune.command import portfolio_sheet, rule_in_words, run_tune, scores_sheet

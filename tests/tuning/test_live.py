@@ -33,7 +33,7 @@ PORTFOLIO = Portfolio(
 
 
 class LiveState:
-    """As agent.client.KnobState, as far as a session reads it."""
+    """As agent.control.client.KnobState, as far as a session reads it."""
 
     def __init__(self, engine):
         self.requested = engine.knob_state().requested.as_dict()
