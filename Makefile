@@ -11,11 +11,11 @@ TORCH ?= torch==2.13.0
 demo: $(STAMP)
 	$(BIN)/autotune demo
 
-test: $(STAMP)  ## fast: no model, no child processes, no peers
-	$(BIN)/pytest -m "not model and not peer and not gpu and not e2e"
+test: $(STAMP)  ## fast: no model, no child processes
+	$(BIN)/pytest -m "not model and not gpu and not e2e"
 
 test-all: $(STAMP)  ## fetches the embedded model on first use
-	$(BIN)/pytest -m "not peer and not gpu"
+	$(BIN)/pytest -m "not gpu"
 
 e2e: $(STAMP)  ## engine, Prometheus, the loop and traffic, all real: about four minutes
 	.ci/install-prometheus
