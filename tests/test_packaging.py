@@ -46,7 +46,7 @@ def wheel_names(tmp_path_factory) -> set[str]:
     for top in TOP:
         if (ROOT / top).is_dir():
             shutil.copytree(ROOT / top, source / top, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-q"]
     subprocess.run([*command, "-w", str(target), str(source)], check=True, timeout=120)
@@ -65,3 +65,7 @@ def test_the_wheel_holds_all_code_and_data_under_one_name(wheel_names):
 
 def test_the_wheel_has_the_command(wheel_names):
     assert any(name.endswith(".dist-info/entry_points.txt") for name in wheel_names)
+
+
+def test_the_wheel_has_the_licence(wheel_names):
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel_names)
