@@ -60,6 +60,7 @@ SETTINGS = {  # what errors call by its name in the configuration, and the optio
     "counterfactual.trace": "counterfactual",
     "timeout_seconds": "timeout",
     "fit_only": "fit-only",
+    "health_port": "health-port",
     **{
         name: name.replace("_", "-")
         for name in (

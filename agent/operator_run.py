@@ -4,8 +4,9 @@ import logging
 import signal
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import nullcontext
 
+from kvpilot.agent.control.server import ControlServer
 from kvpilot.agent.policies import NAMED
 from kvpilot.engine.stats import StatsSnapshot
 from kvpilot.exporter.scrape import Scraper
@@ -14,9 +15,23 @@ from kvpilot.k8s.operate import Operator, OperatorConfig
 
 log = logging.getLogger(__name__)
 SCRAPE_SECONDS = 3.0
-STALLED_SECONDS = (
-    60.0  # without the end of a round: unhealthy. An API server that is away is no reason to restart
-)
+# Without the end of a round for so long: unhealthy. An API server that is away is no reason to restart.
+STALLED_SECONDS = 60.0
+
+
+class Rounds:
+    """The operator's health: that its rounds end."""
+
+    def __init__(self, operator: Operator) -> None:
+        self._operator = operator
+
+    @property
+    def age_seconds(self) -> float:
+        return time.monotonic() - self._operator.last_round
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.age_seconds < STALLED_SECONDS
 
 
 def scrape(url: str) -> StatsSnapshot:
@@ -25,8 +40,9 @@ def scrape(url: str) -> StatsSnapshot:
         return scraper.snapshot()
 
 
-def run_operator(config: OperatorConfig, health_port: int | None) -> int:
-    """Runs until SIGTERM or Ctrl-C; returns the exit code. ClusterError if no cluster is configured."""
+def run_operator(config: OperatorConfig, health_host: str, health_port: int | None) -> int:
+    """Runs until SIGTERM or Ctrl-C; returns the exit code. ClusterError if no cluster is configured, ConfigError if
+    the port is taken; without `health_port` nothing listens."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     operator = Operator(Cluster(connect(), config.namespace), config, fetch=scrape, policy_names=tuple(NAMED))
@@ -34,17 +50,17 @@ def run_operator(config: OperatorConfig, health_port: int | None) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # before the threads: they inherit it, this one waits
     stop = threading.Event()
     worker = threading.Thread(target=operator.run, args=(stop,))
-    worker.start()
-    log.info("operator %s for namespace %s", config.identity, config.namespace)
-    server = _serve_health(operator, health_port) if health_port is not None else None
-    while worker.is_alive() and signal.sigtimedwait(signals, 1.0) is None:
-        pass
-    died = not worker.is_alive()
-    stop.set()
-    operator.interrupt()
-    worker.join()
-    if server is not None:
-        server.shutdown()
+    with _health_server(operator, health_host, health_port) as server:
+        if server is not None:
+            log.info("health on http://%s:%d/healthz", *server.address)
+        worker.start()
+        log.info("operator %s for namespace %s", config.identity, config.namespace)
+        while worker.is_alive() and signal.sigtimedwait(signals, 1.0) is None:
+            pass
+        died = not worker.is_alive()
+        stop.set()
+        operator.interrupt()
+        worker.join()
     if died:
         log.error("the operator's loop has died: see the traceback above")
         return 1
@@ -52,22 +68,7 @@ def run_operator(config: OperatorConfig, health_port: int | None) -> int:
     return 0
 
 
-def _serve_health(operator: Operator, port: int) -> ThreadingHTTPServer:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            age = time.monotonic() - operator.last_round
-            healthy = self.path == "/healthz" and age < STALLED_SECONDS
-            body = f"last round {age:.1f} s ago\n".encode()
-            self.send_response(200 if healthy else 503 if self.path == "/healthz" else 404)
-            self.send_header("Content-Type", "text/plain; charset=utf-8")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Probes are not worth a line each."""
-
-    server = ThreadingHTTPServer(("", port), Handler)
-    log.info("health on port %d", server.server_port)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    return server
+def _health_server(operator: Operator, host: str, port: int | None) -> ControlServer | nullcontext[None]:
+    if port is None:
+        return nullcontext()
+    return ControlServer(host, port, registry=None, health=Rounds(operator), setting="health_port")

@@ -21,6 +21,9 @@ def operator(
     health_port: Annotated[
         int | None, Option(min=0, max=65535, help="Serve /healthz there; 0 takes a free one. [default: none]")
     ] = None,
+    health_host: Annotated[
+        str, Option(help="Its address. By default all of them: a kubelet asks at the pod's.")
+    ] = "0.0.0.0",
 ) -> None:
     """Run the Kubernetes operator: canaries, holds during rollouts, one control document per target.
 
@@ -32,4 +35,4 @@ def operator(
     from kvpilot.k8s.operate import OperatorConfig
 
     config = OperatorConfig(namespace=namespace, resync_seconds=resync, lease_seconds=lease_seconds)
-    raise typer.Exit(run_operator(config, health_port))
+    raise typer.Exit(run_operator(config, health_host, health_port))

@@ -55,11 +55,11 @@ def run_audit(config: AuditConfig) -> int:
         for line in chosen:
             print(json.dumps(line.record))
         return 0
-    console.print(table(chosen))
+    console.print(table([line for line in chosen if line.kind != "counterfactual"]))
     console.print(summary(chosen))
-    for line in lines:
+    for line in chosen:
         if line.kind == "counterfactual":
-            question = Question(line.record["present"], line.record["proposed"])
+            question = _question(line.record)
             traffic = traffic_in_words(line.record.get("traffic", "recorded"), line.record["result"])
             what = in_words(question, line.record["result"])
             console.print(f"{_clock(line.record)} counterfactual, {traffic}: {what}")
@@ -83,6 +83,16 @@ def _passes(line: AuditLine, config: AuditConfig) -> bool:
         wanted = not config.outcomes or "control" in config.outcomes
         since = config.since is None or record["time"] >= config.since
         return wanted and since and not config.reasons and not config.knobs
+    if line.kind == "counterfactual":
+        wanted = not config.outcomes or "counterfactual" in config.outcomes
+        since = config.since is None or record["time"] >= config.since
+        touched = _question(record).changed
+        return (
+            wanted
+            and since
+            and not config.reasons
+            and (not config.knobs or bool(touched & set(config.knobs)))
+        )
     if line.kind != "decision":  # an intent's outcome is on record in the line after it
         return False
     reasons = {entry["reason"] for entry in record["constraints"]}
@@ -93,6 +103,10 @@ def _passes(line: AuditLine, config: AuditConfig) -> bool:
         and (not config.knobs or bool(touched & set(config.knobs)))
         and (config.since is None or record["time"] >= config.since)
     )
+
+
+def _question(record: dict[str, Any]) -> Question:
+    return Question(record["present"], record["proposed"])
 
 
 def table(lines: list[AuditLine]) -> Table:

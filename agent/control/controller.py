@@ -75,7 +75,6 @@ class Controller:
         deadline_seconds: float = 5.0,
         fallback: Policy | None = None,  # beyond the policy's training envelope; None: hold
         how_to_restart: Callable[[str, float], str] | None = None,
-        on_decision: Callable[[Decision], None] | None = None,
         listener: Listener | None = None,
         span: Callable[[], AbstractContextManager[Callable[[Decision], None]]]
         | None = None,  # round each tick
@@ -93,7 +92,7 @@ class Controller:
             decide_every,
         )
         self.control = control or (lambda: fixed)
-        self.on_decision, self.listener = on_decision, listener
+        self.listener = listener
         self.span = span or (lambda: nullcontext(lambda decision: None))
         self.how_to_restart = how_to_restart or (lambda knob, value: "see the engine's documentation")
         self.memory = Memory()
@@ -111,10 +110,6 @@ class Controller:
     @property
     def policy(self) -> Policy:
         return self._policy.policy
-
-    @policy.setter
-    def policy(self, policy: Policy) -> None:
-        self.set_policy(policy)
 
     def set_policy(self, policy: Policy) -> None:
         """From the next decision on."""
@@ -341,8 +336,6 @@ class Controller:
         level = logging.WARNING if bad else logging.INFO
         if decision.outcome is not Outcome.OBSERVED:
             log.log(level, "%s", decision, extra={"decision": decision})
-        if self.on_decision is not None:
-            self.on_decision(decision)
         if self.listener is not None:
             self.listener(decision, self.memory, inputs)
         return decision

@@ -1,4 +1,4 @@
-"""The sidecar's own HTTP: /metrics for Prometheus, /healthz for the kubelet. Read only, no token."""
+"""The HTTP of sidecar and operator: /metrics for Prometheus, /healthz for the kubelet. Read only, no token."""
 
 import json
 import logging
@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from socketserver import ThreadingMixIn
-from typing import Any
+from typing import Any, Protocol
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -14,6 +14,18 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from kvpilot.engine.errors import ConfigError
 
 log = logging.getLogger("kvpilot.agent")
+
+
+class Health(Protocol):
+    """Heartbeat, or another sign of life."""
+
+    @property
+    def age_seconds(self) -> float:
+        """Since the last one."""
+        ...
+
+    @property
+    def is_healthy(self) -> bool: ...
 
 
 class Heartbeat:
@@ -36,16 +48,24 @@ class Heartbeat:
 
 
 class ControlServer:
-    """A context manager; listens from entry to exit. `address` has the port that was taken for 0."""
+    """A context manager; listens from entry to exit. `address` has the port that was taken for 0. Without a registry
+    there is no /metrics; `setting` is what a ConfigError calls the address by."""
 
-    def __init__(self, host: str, port: int, registry: CollectorRegistry, heartbeat: Heartbeat) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        registry: CollectorRegistry | None,
+        health: Health,
+        setting: str = "listen",
+    ) -> None:
         try:
             self._server = make_server(
-                host, port, _app(registry, heartbeat), server_class=_Server, handler_class=_Quiet
+                host, port, _app(registry, health), server_class=_Server, handler_class=_Quiet
             )
         except OSError as error:
             raise ConfigError(
-                f"listen='{host}:{port}' cannot be used ({error.strerror}): choose another port"
+                f"{setting}='{host}:{port}' cannot be used ({error.strerror}): choose another port"
             ) from error
         self._thread = threading.Thread(target=self._server.serve_forever, name="control-server", daemon=True)
 
@@ -74,19 +94,19 @@ class _Quiet(WSGIRequestHandler):
         log.debug(format, *args)
 
 
-def _app(registry: CollectorRegistry, heartbeat: Heartbeat) -> Any:
-    metrics = make_wsgi_app(registry)
+def _app(registry: CollectorRegistry | None, health: Health) -> Any:
+    metrics = None if registry is None else make_wsgi_app(registry)
 
     def app(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         match environ.get("PATH_INFO"):
-            case "/metrics":
+            case "/metrics" if metrics is not None:
                 return metrics(environ, start_response)
             case "/healthz":
-                status = "200 OK" if heartbeat.is_healthy else "503 Service Unavailable"
-                body = {"ok": heartbeat.is_healthy, "seconds_since_tick": round(heartbeat.age_seconds, 3)}
+                status = "200 OK" if health.is_healthy else "503 Service Unavailable"
+                body = {"ok": health.is_healthy, "seconds_since_tick": round(health.age_seconds, 3)}
                 start_response(status, [("Content-Type", "application/json")])
                 return [json.dumps(body).encode() + b"\n"]
         start_response("404 Not Found", [("Content-Type", "text/plain")])
-        return [b"only /metrics and /healthz\n"]
+        return [b"only /healthz\n" if metrics is None else b"only /metrics and /healthz\n"]
 
     return app

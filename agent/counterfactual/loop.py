@@ -17,6 +17,7 @@ from kvpilot.agent.control.audit import AuditError, AuditLog
 from kvpilot.agent.control.config import CounterfactualSettings, RunSettings
 from kvpilot.agent.control.nouns import Decision, Inputs, Outcome
 from kvpilot.agent.counterfactual.statistics import TooLittleSeenError, TrafficStatistics, WatchedSource
+from kvpilot.agent.policies.changes import clip_knobs
 from kvpilot.engine.errors import ConfigError, KVPilotError
 from kvpilot.exporter.source import Source
 
@@ -41,6 +42,11 @@ class Question(NamedTuple):
     present: dict[str, float]
     proposed: dict[str, float]  # equal to `present` where the policy wants what is
     pool_bytes: float | None = None  # None: the profile's
+
+    @property
+    def changed(self) -> set[str]:
+        """The knobs that the policy wants to be different."""
+        return {name for name, value in self.proposed.items() if value != self.present[name]}
 
 
 class Counterfactual:
@@ -179,9 +185,7 @@ def traffic_in_words(traffic: str, answer: Mapping[str, Any]) -> str:
 
 def in_words(question: Question, answer: Mapping[str, Any]) -> str:
     """Present -> proposed, figure by figure."""
-    changed = [
-        f"{name}={value:g}" for name, value in question.proposed.items() if value != question.present[name]
-    ]
+    changed = [f"{name}={value:g}" for name, value in question.proposed.items() if name in question.changed]
     figures = ", ".join(
         f"{name} {_short(answer['present'][name])} -> {_short(answer['proposed'][name])}" for name in FIGURES
     )
@@ -193,11 +197,10 @@ def _short(value: float | None) -> str:
 
 
 def _clipped(wanted: Mapping[str, object], inputs: Inputs) -> dict[str, float]:
-    clipped: dict[str, float] = {}
-    for name, value in wanted.items():
-        limit = inputs.state.bounds.get(name)
-        if limit is None or isinstance(value, bool) or not isinstance(value, int | float) or value != value:
-            continue
-        inside = min(max(value, limit.low), limit.high)
-        clipped[name] = round(inside) if limit.integer else float(inside)
-    return clipped
+    """Without what is no number: the guard refuses that."""
+    numbers = {
+        name: value
+        for name, value in wanted.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and value == value
+    }
+    return clip_knobs(numbers, inputs.state.bounds)

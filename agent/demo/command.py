@@ -18,12 +18,13 @@ from rich.console import Console
 from kvpilot.agent.control.audit import AuditLog
 from kvpilot.agent.control.client import EngineClient, EngineUnavailableError
 from kvpilot.agent.control.controller import Controller, Decision, Mode
+from kvpilot.agent.control.nouns import Inputs
 from kvpilot.agent.demo.load import LoadRun
 from kvpilot.agent.demo.recording import Recording
 from kvpilot.agent.demo.report import write_report
 from kvpilot.agent.demo.table import LiveTable
 from kvpilot.agent.demo.traffic import PHASES, Session, make_sessions
-from kvpilot.agent.guard import GuardLimits, intervals
+from kvpilot.agent.guard import GuardLimits, Memory, intervals
 from kvpilot.agent.launch import LaunchError, ServerProcess, launched
 from kvpilot.agent.policies.threshold import ThresholdPolicy
 from kvpilot.engine.config import EngineConfig
@@ -155,7 +156,7 @@ def demo_limits(interval_seconds: float) -> GuardLimits:
 def _tune(config: DemoConfig, recording: Recording, server: ServerProcess, stop: threading.Event) -> None:
     """The loop of `autotune run`, in mode auto, at a demo's pace."""
 
-    def note(decision: Decision) -> None:
+    def note(decision: Decision, memory: Memory, inputs: Inputs | None) -> None:
         recording.decisions.append((time.monotonic() - recording.started, decision))
 
     client = EngineClient(url=server.url, admin_url=server.admin_url, token=server.token)
@@ -166,7 +167,7 @@ def _tune(config: DemoConfig, recording: Recording, server: ServerProcess, stop:
         mode=Mode.AUTO,
         limits=demo_limits(config.interval_seconds),
         window_seconds=config.interval_seconds,
-        on_decision=note,
+        listener=note,
     ).run(stop, config.interval_seconds)
     client.close()
 

@@ -22,6 +22,7 @@ FLAGS = {
     "state target timeout token-file url",
     "audit": "json knob last outcome reason replay since",
     "safe-mode": "leave state",
+    "operator": "health-host health-port lease-seconds namespace resync",
     "demo": "model out pool-mb quick seconds-per-phase seed",
     "bench quality": "json model quick table threads windows",
     "knobs get": "admin-url json token-file",

@@ -108,11 +108,12 @@ def test_off_observes_only(make, engine, tmp_path):
 
 
 def test_a_deferred_change_is_pending_until_it_is_effective(make, engine):
-    controller = make(Wish(max_batch=8), on_decision=(told := []).append)
+    told = []
+    controller = make(Wish(max_batch=8), listener=lambda decision, *_: told.append(decision))
     engine.defer = {"max_batch"}
     assert controller.tick().outcome is Outcome.PENDING
     assert Reason.PENDING not in reasons(controller.tick())  # the wish is what was requested: nothing to do
-    controller.policy = Wish(max_batch=4)
+    controller.set_policy(Wish(max_batch=4))
     assert reasons(controller.tick()) == {Reason.PENDING}
     engine.effective["max_batch"] = 8
     engine.defer = set()
@@ -214,7 +215,7 @@ def test_metrics_that_stand_still_hold(make, engine):
     engine.stopped_clock = engine.now()
     controller.tick()
     time.sleep(0.5)
-    controller.policy = Wish(kv_level=2)
+    controller.set_policy(Wish(kv_level=2))
     assert Reason.STALE in reasons(controller.tick())
     assert engine.effective["kv_level"] == 1
 
@@ -281,7 +282,7 @@ def test_a_broken_policy_does_not_end_the_loop(make, engine, caplog):
 
 def test_stopping_the_loop_leaves_the_knobs(make, engine):
     stop = threading.Event()
-    controller = make(Wish(kv_level=1), on_decision=lambda d: d.outcome is Outcome.APPLIED and stop.set())
+    controller = make(Wish(kv_level=1), listener=lambda d, *_: d.outcome is Outcome.APPLIED and stop.set())
     controller.run(stop, interval_seconds=0.01)
     assert engine.effective["kv_level"] == 1
     assert len(engine.patches) == 1

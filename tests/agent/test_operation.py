@@ -254,7 +254,7 @@ def test_outside_the_training_envelope_it_holds_or_the_threshold_policy_decides(
     engine.press()
     for outside, outcome in (("hold", Outcome.HELD), ("threshold", Outcome.APPLIED)):
         sidecar = make_sidecar(outside=outside)
-        sidecar.controller.policy = Learned()
+        sidecar.controller.set_policy(Learned())
         decision = ticks(sidecar, 4)[-1]
         assert decision.outcome is outcome
         assert Reason.OUTSIDE in {refusal.reason for refusal in decision.refusals}
@@ -293,6 +293,15 @@ def test_a_loop_that_no_longer_turns_is_unhealthy():
         assert httpx.get(url, trust_env=False).status_code == 200
         with pytest.raises(ConfigError, match="choose another port"):
             ControlServer(*server.address, CollectorRegistry(), heartbeat)
+
+
+def test_where_nothing_is_counted_there_is_health_alone():
+    with ControlServer("127.0.0.1", 0, None, Heartbeat(10.0), setting="health_port") as server:
+        url = "http://{}:{}".format(*server.address)
+        assert httpx.get(f"{url}/healthz", trust_env=False).json()["ok"]
+        assert httpx.get(f"{url}/metrics", trust_env=False).status_code == 404
+        with pytest.raises(ConfigError, match="health_port='127"):
+            ControlServer(*server.address, None, Heartbeat(10.0), setting="health_port")
 
 
 def test_any_wish_can_be_shown_as_a_metric():
