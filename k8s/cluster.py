@@ -22,7 +22,6 @@ from kvpilot.k8s.lease import LeaseRecord
 from kvpilot.k8s.policy_resource import GROUP, KIND, PLURAL, VERSION, Target
 
 log = logging.getLogger(__name__)
-MERGE_PATCH = "application/merge-patch+json"
 TIMEOUT_SECONDS = 5.0  # of one request: shorter than what a Lease is trusted for
 WATCH_SECONDS = 240  # then the watch is opened anew
 COMPONENT = "kvpilot-operator"

@@ -67,7 +67,7 @@ class PagedWindows:
         self._storage = storage
         self._pool = KVPool(shape=self._shape, ladder=ladder, pool_bytes=pool_bytes, storage=storage)
         rope = rope_tables(config.rope_inverse_frequencies, num_pages * self._shape.page_size)
-        self._attention = PagedAttention(self._shape, config.num_heads, storage, rope, torch.float32)
+        self._attention = PagedAttention(self._shape, config.num_heads, storage, rope)
         self._requests = [_window(i, num_pages * self._shape.page_size) for i in range(num_windows)]
 
     @property

@@ -7,7 +7,16 @@ import typer
 from typer import Option
 
 from kvpilot.agent.commands.replay import check_out
-from kvpilot.agent.commands.tune import Jobs, OneTrace, Only, Traces, TraceUsers, WorkloadFiles
+from kvpilot.agent.commands.traffic_options import (
+    Jobs,
+    OneTrace,
+    Only,
+    SloLimit,
+    Traces,
+    TraceUsers,
+    WorkloadFiles,
+    chosen_traffic,
+)
 
 ORACLE = "Oracle"
 QUICK_SECONDS = 1200.0
@@ -31,8 +40,8 @@ def evaluate(
     trace: OneTrace = None,
     users: TraceUsers = None,
     only: Only = None,
-    slo_ttft: Annotated[float | None, Option(help="As given to `autotune tune`.")] = None,
-    slo_itl: Annotated[float | None, Option(help="As given to `autotune tune`.")] = None,
+    slo_ttft: SloLimit = None,
+    slo_itl: SloLimit = None,
     split: Annotated[str, Option(help="Sessions to draw from: test, validation or train.")] = "test",
     episodes: Annotated[int, Option(min=1, help="Drawn per workload.")] = 6,
     seed: Annotated[int, Option(min=0, help="Of the first episode of each.")] = 1000,
@@ -60,25 +69,21 @@ def evaluate(
     from kvpilot.agent.evaluation.command import run_evaluate
     from kvpilot.agent.evaluation.config import EvaluateConfig, choose_policies
     from kvpilot.agent.evaluation.runs import workload_hash
-    from kvpilot.agent.jobs.workloads import Traffic
     from kvpilot.agent.policies.spec import parse_spec
-    from kvpilot.agent.tune.config import QUICK_WORKLOADS
     from kvpilot.agent.tune.result import read_tuned
 
     check_out(out, ".json")
     found = read_tuned(tuned)
     given = tuple(parse_spec(text) for text in policy or ())
-    chosen = tuple(only or ())
-    if quick and not (chosen or workload or trace):
-        chosen = QUICK_WORKLOADS
-    traffic = Traffic(
+    traffic = chosen_traffic(
         traces=traces,
-        files=tuple(workload or ()),
+        workload=workload,
         trace=trace,
         users=users,
-        only=chosen,
-        slo_ttft_seconds=slo_ttft,
-        slo_inter_token_seconds=slo_itl,
+        only=only,
+        slo_ttft=slo_ttft,
+        slo_itl=slo_itl,
+        quick=quick,
     )
     workloads = traffic.workloads(split)
     found.check_workloads({name: workload_hash(one) for name, one in workloads.items()}, str(tuned))

@@ -375,8 +375,8 @@ def _run(replay: Any, total: int, source: Path, out: Path) -> None:
     from rich.console import Console
     from rich.markup import escape
 
+    from kvpilot.agent.interrupt import interruptible
     from kvpilot.agent.progress import progress_bar
-    from kvpilot.env.replay.interrupt import interruptible
     from kvpilot.env.replay.report import write_report
 
     console = Console()

@@ -8,7 +8,15 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from kvpilot.agent.commands.tune import OneTrace, Only, Traces, TraceUsers, WorkloadFiles
+from kvpilot.agent.commands.traffic_options import (
+    OneTrace,
+    Only,
+    SloLimit,
+    Traces,
+    TraceUsers,
+    WorkloadFiles,
+    chosen_traffic,
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -21,8 +29,8 @@ def train(
     trace: OneTrace = None,
     users: TraceUsers = None,
     only: Only = None,
-    slo_ttft: Annotated[float | None, Option(help="As given to `autotune tune`.")] = None,
-    slo_itl: Annotated[float | None, Option(help="As given to `autotune tune`.")] = None,
+    slo_ttft: SloLimit = None,
+    slo_itl: SloLimit = None,
     tuned: Annotated[Path, Option(help="What `autotune tune` found on the same traffic.")] = Path(
         "tuned.json"
     ),
@@ -60,7 +68,6 @@ def train(
 
         autotune evaluate --traces ./traces --tuned tuned.json --policy trained/policy
     """
-    from kvpilot.agent.jobs.workloads import Traffic
     from kvpilot.agent.training import config as configs
     from kvpilot.agent.training.command import run_search, run_train
     from kvpilot.agent.training.request import TrainRequest
@@ -76,14 +83,14 @@ def train(
         settings = configs.read_config(config, settings) if config else settings
         asked = {"seeds": seeds, "workers": workers, "workloads": tuple(only or ()) or None}
         settings = settings.with_(**{name: value for name, value in asked.items() if value is not None})
-    traffic = Traffic(
+    traffic = chosen_traffic(
         traces=traces,
-        files=tuple(workload or ()),
+        workload=workload,
         trace=trace,
         users=users,
         only=settings.workloads,
-        slo_ttft_seconds=slo_ttft,
-        slo_inter_token_seconds=slo_itl,
+        slo_ttft=slo_ttft,
+        slo_itl=slo_itl,
     )
     request = TrainRequest(
         config=settings,

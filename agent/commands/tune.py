@@ -8,31 +8,18 @@ import typer
 from typer import Option
 
 from kvpilot.agent.commands.replay import check_out
+from kvpilot.agent.commands.traffic_options import (
+    Jobs,
+    OneTrace,
+    Only,
+    SloLimit,
+    Traces,
+    TraceUsers,
+    WorkloadFiles,
+    chosen_traffic,
+)
 
-TRAFFIC, EFFORT, SEARCH = "Traffic", "Effort", "Search"
-
-Traces = Annotated[
-    Path | None,
-    Option(
-        envvar="KVPILOT_TRACES",
-        help="Folder of the traces of the standard workloads.",
-        rich_help_panel=TRAFFIC,
-    ),
-]
-WorkloadFiles = Annotated[
-    list[Path] | None,
-    Option("--workload", help="A workload as TOML or JSON; may be repeated.", rich_help_panel=TRAFFIC),
-]
-OneTrace = Annotated[
-    Path | None, Option(help="A trace: its sessions, at the recorded rate.", rich_help_panel=TRAFFIC)
-]
-TraceUsers = Annotated[
-    int | None, Option(min=1, help="Replay --trace in closed loop: so many users.", rich_help_panel=TRAFFIC)
-]
-Only = Annotated[
-    list[str] | None, Option(help="Of the workloads only this one; may be repeated.", rich_help_panel=TRAFFIC)
-]
-Jobs = Annotated[int, Option("--workers", min=1, help="Simulations at once, a process each.")]
+EFFORT, SEARCH = "Effort", "Search"
 
 
 def register(app: typer.Typer) -> None:
@@ -45,12 +32,8 @@ def tune(
     trace: OneTrace = None,
     users: TraceUsers = None,
     only: Only = None,
-    slo_ttft: Annotated[
-        float | None, Option(help="In place of the workload's own.", rich_help_panel=TRAFFIC)
-    ] = None,
-    slo_itl: Annotated[
-        float | None, Option(help="In place of the workload's own.", rich_help_panel=TRAFFIC)
-    ] = None,
+    slo_ttft: SloLimit = None,
+    slo_itl: SloLimit = None,
     out: Annotated[
         Path, Option("--out", "-o", help="What was found; the page lies beside it as .html.")
     ] = Path("tuned.json"),
@@ -115,23 +98,20 @@ def tune(
 
         autotune evaluate --traces ./traces --tuned tuned.json
     """
-    from kvpilot.agent.jobs.workloads import Traffic
     from kvpilot.agent.tune.command import run_tune
-    from kvpilot.agent.tune.config import QUICK, QUICK_WORKLOADS, Effort, TuneConfig
+    from kvpilot.agent.tune.config import QUICK, Effort, TuneConfig
     from kvpilot.agent.tune.search import Limits
 
     check_out(out, ".json")
-    chosen = tuple(only or ())
-    if quick and not (chosen or workload or trace):
-        chosen = QUICK_WORKLOADS
-    traffic = Traffic(
+    traffic = chosen_traffic(
         traces=traces,
-        files=tuple(workload or ()),
+        workload=workload,
         trace=trace,
         users=users,
-        only=chosen,
-        slo_ttft_seconds=slo_ttft,
-        slo_inter_token_seconds=slo_itl,
+        only=only,
+        slo_ttft=slo_ttft,
+        slo_itl=slo_itl,
+        quick=quick,
     )
     asked = {
         "trials": trials,

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -26,6 +27,7 @@ from yaml import YAMLError
 
 from kvpilot.agent.control.nouns import Mode
 from kvpilot.agent.guard import GuardLimits, SloLimits, intervals
+from kvpilot.engine.config import KNOB_NAMES
 from kvpilot.engine.errors import ConfigError
 from kvpilot.k8s.control_document import ControlDocument
 from kvpilot.k8s.control_source import ACCOUNT_FOLDER
@@ -39,7 +41,15 @@ FILES = {
 SECRETS = {"admin_token", "bearer_token", "headers"}  # settings whose values are never shown
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-KnobName = Literal["ttl_seconds", "size_factor", "max_batch", "kv_level"]
+
+
+def _of_a_knob(name: str) -> str:
+    if name not in KNOB_NAMES:
+        raise ValueError(f"expected one of {', '.join(KNOB_NAMES)}")
+    return name
+
+
+KnobName = Annotated[str, AfterValidator(_of_a_knob)]
 
 
 class Part(BaseModel):
@@ -177,11 +187,6 @@ class RunSettings(BaseSettings):
         if self.listen is not None:
             parse_listen(self.listen)
         return self
-
-    @property
-    def is_controlled(self) -> bool:
-        """A control document says what to do."""
-        return self.control_file is not None or self.control_config_map is not None
 
     @property
     def decide_every(self) -> int:

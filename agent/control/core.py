@@ -10,6 +10,7 @@ from kvpilot.agent.control.nouns import Failure, Inputs, Outcome, RestartProposa
 from kvpilot.agent.guard import GuardLimits, Memory, Reason, Refusal
 from kvpilot.agent.guard.changes import check_quality, narrow
 from kvpilot.agent.guard.review import is_open
+from kvpilot.agent.policies.changes import clip_knob
 from kvpilot.engine.config import KnobBounds
 from kvpilot.env.observation import Observation
 from kvpilot.env.policy import KnobValues, Proposal
@@ -204,8 +205,7 @@ def _restarts(
         assert refusal.knob is not None
         allowed = inputs.control.allowed.get(refusal.knob, (None, None))
         limit = narrow(inputs.state.bounds[refusal.knob], *allowed)
-        inside = max(min(value, limit.high), limit.low)
-        inside = round(inside) if limit.integer else float(inside)
+        inside = clip_knob(value, limit)
         how = how_to_restart(refusal.knob, inside)
         proposals.append(RestartProposal(knob=refusal.knob, value=inside, how=how))
     return tuple(proposals)

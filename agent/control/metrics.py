@@ -1,4 +1,4 @@
-"""The sidecar's own metrics. `METRICS` names them all, without the prefix; dashboards are made from it."""
+"""The sidecar's own metrics. `METRICS` names them all, without the prefix; `dashboards.names` says them again."""
 
 from collections.abc import Mapping
 

@@ -56,7 +56,7 @@ class Sidecar:
         self.document = _document(settings)
         self._switches = Switches(
             mode=settings.mode,
-            bounds=settings.bounds,  # pyright: ignore[reportArgumentType]
+            bounds=settings.bounds,
             kill_file=settings.kill_file,
             document=self.document,
             pod_name=settings.pod_name,

@@ -9,7 +9,6 @@ from typing import Protocol
 from kvpilot.agent.control.nouns import Control, Mode
 from kvpilot.agent.guard.changes import Allowed
 from kvpilot.k8s.control_document import ControlDocument, ControlDocumentError, parse_control_document
-from kvpilot.k8s.control_source import ControlSource
 
 log = logging.getLogger("kvpilot.agent")
 KILL_VARIABLE = "KVPILOT_KILL"
@@ -77,7 +76,7 @@ class Switches:
         mode: Mode = Mode.ADVISORY,
         bounds: Allowed | None = None,
         kill_file: Path | None = None,
-        document: DocumentFile | ControlSource | None = None,
+        document: DocumentSource | None = None,
         pod_name: str | None = None,
         on_document: Callable[[ControlDocument], None] | None = None,
         environment: Mapping[str, str] = os.environ,

@@ -14,7 +14,7 @@ from kvpilot.agent.control.client import (
     read_token,
 )
 from kvpilot.agent.control.config import RunSettings
-from kvpilot.engine.config import KnobBounds
+from kvpilot.engine.config import EngineConfig, KnobBounds, knob_bounds
 from kvpilot.engine.errors import ConfigError, KnobInvalidError
 from kvpilot.engine.stats import StatsSnapshot
 from kvpilot.exporter.adapters import ADAPTERS, AdaptedSource, Adapter
@@ -119,12 +119,7 @@ class WatchedTarget:
 
 def watched_bounds() -> dict[str, KnobBounds]:
     """Of an engine that does not tell its own: wide, for its start will refuse what is too much."""
-    return {
-        "ttl_seconds": KnobBounds(low=0.0, high=86_400.0, integer=False, scale="log"),
-        "size_factor": KnobBounds(low=0.0, high=1.0, integer=False, scale="linear"),
-        "max_batch": KnobBounds(low=1, high=LARGEST_BATCH, integer=True, scale="log"),
-        "kv_level": KnobBounds(low=0, high=1, integer=True, scale="linear"),
-    }
+    return knob_bounds(EngineConfig(max_batch_ceiling=LARGEST_BATCH, ladder=("bf16", "fp8")))
 
 
 def make_target(settings: RunSettings) -> Target:

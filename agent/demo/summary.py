@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 Run = dict[str, Any]
 NOTHING = "-"
 
@@ -27,8 +29,7 @@ class _Metric(NamedTuple):
 
 def quantile(values: Sequence[float], q: float) -> float | None:
     """Nearest rank; None if there are no values."""
-    ordered = sorted(values)
-    return ordered[max(math.ceil(q * len(ordered)) - 1, 0)] if ordered else None
+    return float(np.quantile(values, q, method="inverted_cdf")) if values else None
 
 
 def _of(field: str, q: float) -> Callable[[list[dict], list[dict]], float | None]:

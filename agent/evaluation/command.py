@@ -18,11 +18,11 @@ from kvpilot.agent.evaluation.sheets import (
     sentences,
     tuning_sheet,
 )
+from kvpilot.agent.interrupt import interruptible
 from kvpilot.agent.jobs.sheet import make_console, show_sheet
 from kvpilot.agent.jobs.workers import StoppedError, Workers
 from kvpilot.agent.progress import progress_bar
 from kvpilot.engine.errors import KVPilotError
-from kvpilot.env.replay.interrupt import interruptible
 from kvpilot.env.tuning.rollout import EpisodeResult
 
 

@@ -6,9 +6,8 @@ from math import log
 from typing import Any
 
 from kvpilot.agent.guard.slo import SloLimits
+from kvpilot.engine.config import KNOB_NAMES
 from kvpilot.engine.errors import ConfigError
-
-KNOBS = ("ttl_seconds", "size_factor", "max_batch", "kv_level")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +49,7 @@ def default_steps() -> dict[str, Step]:
 
 def intervals(seconds: float) -> dict[str, float]:
     """The shortest interval between two changes of a knob: the same for all."""
-    return dict.fromkeys(KNOBS, seconds)
+    return dict.fromkeys(KNOB_NAMES, seconds)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from kvpilot.agent.interrupt import interruptible
 from kvpilot.agent.progress import progress_bar
 from kvpilot.engine.config import EngineConfig
 from kvpilot.engine.errors import ConfigError, KVPilotError
@@ -22,7 +23,6 @@ from kvpilot.engine.model.load import LoadedModel, load_model
 from kvpilot.env.calibration.fit import Fit, fit_profile
 from kvpilot.env.calibration.grid import QUICK, Grid, GridRun
 from kvpilot.env.calibration.measured import MeasuredEngine, MeasuredStep, StepLog, read_steps
-from kvpilot.env.replay.interrupt import interruptible
 from kvpilot.env.simulator.latency import ProfiledModel
 
 PROGRESS_UNITS = 1000

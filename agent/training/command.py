@@ -6,12 +6,12 @@ import warnings
 from rich.console import Console
 from rich.table import Table
 
+from kvpilot.agent.interrupt import interruptible
 from kvpilot.agent.jobs.workers import StoppedError
 from kvpilot.agent.training.errors import TrainingError
 from kvpilot.agent.training.request import TrainRequest
 from kvpilot.agent.training.screen import Screen
 from kvpilot.agent.training.training import Trained, open_folder, train
-from kvpilot.env.replay.interrupt import interruptible
 
 
 def run_train(request: TrainRequest, *, resume: bool) -> int:

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from time import monotonic
 
+from kvpilot.agent.interrupt import interruptible
 from kvpilot.agent.jobs.sheet import Sheet, make_console, show_sheet
 from kvpilot.agent.jobs.workers import StoppedError
 from kvpilot.agent.progress import progress_bar
@@ -15,7 +16,6 @@ from kvpilot.agent.tune.config import TuneConfig
 from kvpilot.agent.tune.known import Tuning
 from kvpilot.agent.tune.result import TunedResult
 from kvpilot.agent.tune.tuning import Tuner, make_workers
-from kvpilot.env.replay.interrupt import interruptible
 from kvpilot.env.replay.report import format_seconds
 
 
