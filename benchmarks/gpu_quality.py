@@ -79,7 +79,7 @@ def on_cpu(model: Llama, shape: PageShape, ladder: tuple[str, ...], texts: Tenso
     pool_bytes = pool_size(shape, ladder, texts)
     storage = TorchStorage(shape, ladder, pool_bytes)
     rope = rope_tables(model.config.rope_inverse_frequencies, texts.shape[1])
-    attention = PagedAttention(shape, model.config.num_heads, storage, rope, model.dtype)
+    attention = PagedAttention(shape, model.config.num_heads, storage, rope)
 
     def forward(batch: list[ScheduledRequest]) -> Tensor:
         tokens = [token for r, start, new, _ in batch for token in (r.tokens or [])[start : start + new]]

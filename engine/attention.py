@@ -56,8 +56,8 @@ def rope_tables(inverse_frequencies: Sequence[float], max_position: int) -> Rope
 class PagedAttention:
     """Writes K and V of a step into its pages and attends over all of them.
 
-    `num_heads` are query heads, `dtype` is that of the computation. K and Q are rotated by the Hadamard
-    basis after RoPE; V is expected to arrive in that basis, and the output is left in it.
+    `num_heads` are query heads. K and Q are rotated by the Hadamard basis after RoPE; V is expected to arrive in that
+    basis, and the output is left in it.
     """
 
     def __init__(
@@ -66,13 +66,11 @@ class PagedAttention:
         num_heads: int,
         storage: TorchStorage,
         rope: RopeTables,
-        dtype: torch.dtype,
     ) -> None:
         self._shape = shape
         self._num_heads = num_heads
         self._storage = storage
         self._rope = rope
-        self._dtype = dtype
 
     def plan(self, batch: Sequence[ScheduledRequest]) -> AttentionPlan:
         """Rows follow the batch, request after request. Call it again when pages have changed."""

@@ -57,7 +57,7 @@ def build_engine(
 def _on_cpu(model: Llama, config: EngineConfig, shape: PageShape) -> tuple[Runner, PageStorage]:
     storage = TorchStorage(shape, config.ladder, config.pool_bytes)
     rope = rope_tables(model.config.rope_inverse_frequencies, model.config.max_position)
-    attention = PagedAttention(shape, model.config.num_heads, storage, rope, model.dtype)
+    attention = PagedAttention(shape, model.config.num_heads, storage, rope)
     return TorchRunner(model, attention, model.device), storage
 
 

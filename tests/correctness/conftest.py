@@ -87,7 +87,7 @@ class Harness:
         )
         storage = TorchStorage(shape, config.ladder, config.pool_bytes)
         rope = rope_tables(llama.config.rope_inverse_frequencies, 2048)
-        attention = PagedAttention(shape, llama.config.num_heads, storage, rope, llama.dtype)
+        attention = PagedAttention(shape, llama.config.num_heads, storage, rope)
         self.runner = ForcingRunner(RecordingModel(llama), attention)
         self.engine = Engine(config, shape, self.runner, storage, model_max_len=2048)
         self._count = 0

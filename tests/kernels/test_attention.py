@@ -21,10 +21,10 @@ LADDER_BYTES = payload_bytes("fp32", SHAPE)
 class World:
     """Sequences with a page per 16 tokens in one storage."""
 
-    def __init__(self, dtype: torch.dtype, stored: str, num_pages: int) -> None:
+    def __init__(self, stored: str, num_pages: int) -> None:
         self.storage = TorchStorage(SHAPE, (stored, "int8", "int4"), num_pages * LADDER_BYTES)
         self.storage.pool.fill_(0xFF)
-        self.attention = PagedAttention(SHAPE, NUM_HEADS, self.storage, rope_tables(FREQUENCIES, 512), dtype)
+        self.attention = PagedAttention(SHAPE, NUM_HEADS, self.storage, rope_tables(FREQUENCIES, 512))
         self.free = torch.randperm(num_pages, generator=torch.Generator().manual_seed(1)).tolist()
 
     def sequence(self, num_tokens: int):
@@ -90,7 +90,7 @@ CUTS = [[100], [37, 40, 23], [16, 16, 68], [99, 1], [1] * 5 + [95], [2] * 50]
 @pytest.mark.parametrize(("dtype", "stored"), CASES)
 @pytest.mark.parametrize("cuts", CUTS, ids=lambda cuts: "+".join(map(str, cuts[:6])))
 def test_any_chunking_gives_causal_attention(expected, dtype, stored, cuts):
-    world = World(dtype, stored, 10)
+    world = World(stored, 10)
     sequence, qkv = world.sequence(100), rows(100, dtype)
     outputs, start = [], 0
     for size in cuts:
@@ -101,7 +101,7 @@ def test_any_chunking_gives_causal_attention(expected, dtype, stored, cuts):
 
 @pytest.mark.parametrize(("dtype", "stored"), CASES)
 def test_decodes_and_chunks_share_a_step(expected, dtype, stored):
-    world = World(dtype, stored, 40)
+    world = World(stored, 40)
     lengths = [50, 17, 90, 33, 5]
     news = [1, 17, 30, 1, 2]  # decode, whole prompt, chunk from mid-page, decode on a fresh page, short chunk
     sequences = [world.sequence(n) for n in lengths]
@@ -119,7 +119,7 @@ def test_decodes_and_chunks_share_a_step(expected, dtype, stored):
 @pytest.mark.parametrize(("dtype", "stored"), CASES)
 @pytest.mark.parametrize("new", [1, 2, 40])
 def test_past_pages_of_any_level_are_read(expected, dtype, stored, new):
-    world = World(dtype, stored, 20)
+    world = World(stored, 20)
     sequence, qkv = world.sequence(88 + new), rows(88 + new, dtype)
     world.step((sequence, 0, qkv[:88]))
     for page, level in zip(sequence.pages, (1, 2, 0, 2, 1), strict=False):
@@ -130,7 +130,7 @@ def test_past_pages_of_any_level_are_read(expected, dtype, stored, new):
 
 
 def test_sequences_may_share_pages(expected):
-    world = World(torch.float32, "bf16", 20)
+    world = World("bf16", 20)
     first, prompt = world.sequence(64), rows(64, torch.float32)
     world.step((first, 0, prompt))
     second = world.sequence(20)
