@@ -48,10 +48,6 @@ class Tokenizer:
         """Largest token id + 1."""
         return max(self._backend.get_vocab().values()) + 1
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
-
     def encode(self, text: str, add_special: bool = False) -> list[int]:
         """Token ids; special tokens spelt out in `text` become their ids. `add_special` puts the
         beginning-of-text token in front where the checkpoint asks for it."""

@@ -13,8 +13,6 @@ from kvpilot.engine.errors import KVPilotError
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.floating[Any]]
 
-MAX_BLOCK_ID = (1 << 63) - 1
-
 
 class TraceError(KVPilotError, ValueError):
     """A trace is malformed; the message names file and line or the row, the field and the value."""

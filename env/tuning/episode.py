@@ -13,7 +13,6 @@ from kvpilot.engine.errors import ConfigError
 from kvpilot.engine.kv.quality import quality_loss
 from kvpilot.env.simulator.latency import LatencyProfile, ProfiledModel, load_profile
 from kvpilot.env.slo import Slo
-from kvpilot.env.tuning.schedule import level_at
 from kvpilot.env.tuning.session import SimulatedSession
 from kvpilot.env.tuning.sessions import SessionTable, load_table
 from kvpilot.env.tuning.traffic import Stream, TrafficSimulation
@@ -83,11 +82,6 @@ class Episode:
         second = self.warmup_seconds + window * self.interval_seconds
         names = [name for start, name in self.phases if start <= second]
         return names[-1] if names else self.family
-
-    def levels_at(self, window: int) -> dict[str, float]:
-        """Users or session starts per second of each stream as a window under control begins."""
-        second = self.warmup_seconds + window * self.interval_seconds
-        return {f"{s.loop} {s.file}": level_at(s.level, second) for s in self.streams}
 
     def tables(self) -> list[SessionTable]:
         """The sessions of each stream. Raises TraceError."""

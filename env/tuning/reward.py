@@ -118,13 +118,6 @@ class ObjectiveReward:
         return self._hit_rate
 
 
-def live_objective(
-    window: StatsWindow, observation: Observation, weights: RewardWeights | None = None
-) -> RewardParts:
-    """The same of live quantities alone: no reference is known, so no latency is saved."""
-    return ObjectiveReward(weights).update(window, observation, None)
-
-
 def mean_latency(window: StatsWindow) -> float | None:
     """Seconds from arrival to the last token, mean over the requests that ended in the window. Where none did, the
     mean time that those waiting have waited so far; None if nobody waits either."""

@@ -12,12 +12,9 @@ from kvpilot.env.policy import Policy
 from kvpilot.env.replay.summary import percentiles
 from kvpilot.env.slo import Slo
 from kvpilot.env.tuning.episode import Episode
-from kvpilot.env.tuning.lookahead import lookahead
 from kvpilot.env.tuning.reward import Reward, RewardParts
 from kvpilot.env.tuning.run import EpisodeRun, WindowRecord
 from kvpilot.env.tuning.session import SimulatedSession
-
-__all__ = ["Clairvoyant", "EpisodeResult", "lookahead", "run_episode", "start_run"]
 
 BAD_SHARE = 0.1  # a window with more of its tokens beyond the SLO counts to the minutes of violation
 

@@ -7,7 +7,6 @@ return fits at 4 bits only, with `most` not even then.
 
 from pathlib import Path
 
-from kvpilot.engine.errors import ConfigError
 from kvpilot.env.slo import Slo
 from kvpilot.env.traces.trace import TraceError
 from kvpilot.env.tuning.workload import RANDOM, Regime, StreamSpec, Workload
@@ -116,11 +115,3 @@ def standard_workloads(
         ),
     ]
     return {one.name: one for one in made}
-
-
-def standard_workload(name: str, folder: Path | str, split: str = "train") -> Workload:
-    """One of them. Raises ConfigError for an unknown name."""
-    known = standard_workloads(folder, split=split)
-    if name not in known:
-        raise ConfigError(f"family={name!r} is invalid: expected {', '.join(known)}")
-    return known[name]

@@ -10,6 +10,7 @@ from kvpilot.engine.errors import ConfigError
 from kvpilot.env.traces.trace import TraceError
 from kvpilot.env.tuning import reference
 from kvpilot.env.tuning.episode import Episode
+from kvpilot.env.tuning.schedule import level_at
 from kvpilot.env.tuning.standard import standard_workloads
 from kvpilot.env.tuning.workload import Regime, StreamSpec, load_workload
 
@@ -73,7 +74,8 @@ def test_a_damaged_reference_is_made_anew(episode, cache):
 
 def test_windows_know_their_regime(episode):
     assert [episode.phase_at(k) for k in (0, 1, 2, 5, 6)] == ["quiet", "quiet", "busy", "busy", "late"]
-    assert episode.levels_at(2)["closed sessions.jsonl"] == 12.0
+    (closed,) = [stream for stream in episode.streams if stream.loop == "closed"]
+    assert level_at(closed.level, episode.warmup_seconds + 2 * episode.interval_seconds) == 12.0
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvpilot.agent.policies.objective import window_objective
 from kvpilot.engine.errors import ConfigError
 from kvpilot.engine.stats import METRICS, StatsRecorder, StatsWindow
 from kvpilot.env.observation import Observation
@@ -16,7 +17,6 @@ from kvpilot.env.tuning.reward import (
     RewardParts,
     RewardWeights,
     latency_savings,
-    live_objective,
     mean_latency,
     relative_loss,
 )
@@ -102,10 +102,11 @@ def test_what_is_no_number_is_an_error_that_names_it():
 
 def test_the_live_objective_is_the_same_without_a_reference():
     observation = seen(hit_rate=0.8, slo_violation_share=0.25, quality_loss=0.0006)
-    live = live_objective(window([4.0]), observation)
+    live = ObjectiveReward().update(window([4.0]), observation, reference=None)
     simulated = ObjectiveReward().update(window([4.0]), observation, reference=8.0)
     assert live.latency == 0
     assert live.total == pytest.approx(simulated.total - simulated.latency)
+    assert window_objective(observation) == pytest.approx(live.total)
 
 
 def test_weights_survive_json_and_are_checked():
