@@ -4,7 +4,7 @@
 
 Milliseconds per step are (time for 128 new tokens - time for 16 new tokens) / 112, all requests submitted at once;
 the floor is (weights + K and V read) / copy bandwidth. Levels below bf16: pages of the context are stepped down
-before the step is measured, as far as the engine's floors allow.
+before the step is measured, as far as the engine's floors allow; with several levels, page after page in turn.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import json
 import statistics
 import time
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -45,7 +46,7 @@ WEIGHT_BYTES = 15.0e9
 class Case:
     batch: int
     prompt: int
-    level: int = 0
+    levels: tuple[int, ...] = (0,)
     page_size: int = 32
 
     @property
@@ -57,8 +58,8 @@ CASES = (
     Case(batch=1, prompt=512),
     Case(batch=64, prompt=512),
     Case(batch=256, prompt=512),
-    *(Case(batch=32, prompt=8192, level=level) for level in range(3)),
-    Case(batch=32, prompt=8192, level=2, page_size=64),
+    *(Case(batch=32, prompt=8192, levels=levels) for levels in ((0,), (1,), (2,), (0, 1, 2, 2))),
+    Case(batch=32, prompt=8192, levels=(2,), page_size=64),
 )
 
 
@@ -92,10 +93,10 @@ def finish_seconds(engine: Engine, case: Case, max_tokens: int, seed: int) -> fl
     return time.perf_counter() - start
 
 
-def step_down_all(engine: Engine, level: int) -> None:
-    """Every sealed page of the running requests to the lowest rung that its floor and `level` allow."""
+def step_down_all(engine: Engine, levels: tuple[int, ...]) -> None:
+    """Every sealed page of the running requests to the lowest rung that its floor and its turn of `levels` allow."""
     for request in engine.scheduler.running:
-        for page in request.pages[: request.num_sealed]:
+        for page, level in zip(request.pages[: request.num_sealed], cycle(levels), strict=False):
             while page.level < min(level, engine.pool.floor_level(page)):
                 engine.cache._live_sealed[page.level].pop(page)
                 engine.pool.step_down(page)
@@ -109,7 +110,7 @@ def decode_step_seconds(engine: Engine, case: Case, seed: int) -> tuple[list[flo
     submit(engine, case, 100, seed)
     while not all(request.is_decoding for request in engine.scheduler.running) or engine.scheduler.waiting:
         engine.step()
-    step_down_all(engine, case.level)
+    step_down_all(engine, case.levels)
     seconds = []
     for _ in range(60):
         start = time.perf_counter()
@@ -138,7 +139,7 @@ def copy_bytes_per_second() -> float:
 def run_case(model: Llama, case: Case, bandwidth: float, profile: Path | None) -> dict:
     engine = make_engine(model, case, prefill_chunk=16384)
     result: dict = vars(case) | {}
-    if case.level == 0:
+    if case.levels == (0,):
         finish_seconds(engine, case, 4, seed=1)  # lets libraries allocate
         long, short = (finish_seconds(engine, case, n, seed=n) for n in (128, 16))
         result["ms_per_step"] = (long - short) / 112 * 1e3
@@ -157,12 +158,27 @@ def run_case(model: Llama, case: Case, bandwidth: float, profile: Path | None) -
     return result
 
 
+def add_mixed_over_pure(cases: list[dict]) -> None:
+    """Of steps over mixed levels: their time over the mean of steps over one level, weighted by pages."""
+
+    def kind(case: dict) -> tuple[int, ...]:
+        return case["batch"], case["prompt"], case["page_size"]
+
+    pure = {
+        (*kind(case), *case["levels"]): case["step_ms_median"] for case in cases if len(case["levels"]) == 1
+    }
+    for case in cases:
+        if len(case["levels"]) > 1:
+            parts = [pure[(*kind(case), level)] for level in case["levels"]]
+            case["over_pure_levels"] = case["step_ms_median"] / statistics.mean(parts)
+
+
 def write_profile(engine: Engine, case: Case, directory: Path) -> None:
     """GPU time by kernel over ten decode steps."""
     submit(engine, case, 40, seed=8)
     while not all(request.is_decoding for request in engine.scheduler.running) or engine.scheduler.waiting:
         engine.step()
-    step_down_all(engine, case.level)
+    step_down_all(engine, case.levels)
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as profiler:
         for _ in range(10):
@@ -170,7 +186,7 @@ def write_profile(engine: Engine, case: Case, directory: Path) -> None:
     while engine.has_work():
         engine.step()
     table = profiler.key_averages().table(sort_by="cuda_time_total", row_limit=30, max_name_column_width=90)
-    name = f"b{case.batch}-{case.prompt}-l{case.level}.txt"
+    name = f"b{case.batch}-{case.prompt}-l{''.join(map(str, case.levels))}.txt"
     (directory / name).write_text(table)
 
 
@@ -196,6 +212,8 @@ def main() -> None:
         results["cases"].append(run_case(model, case, bandwidth, arguments.profile))
         print(json.dumps(results["cases"][-1]), flush=True)
         torch.cuda.empty_cache()
+    add_mixed_over_pure(results["cases"])
+    print(json.dumps([case for case in results["cases"] if "over_pure_levels" in case]))
     if arguments.out:
         arguments.out.write_text(json.dumps(results, indent=1))
 

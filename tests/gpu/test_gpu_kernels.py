@@ -183,18 +183,18 @@ def test_gather_pages(make_pool, device, tolerance, ladder):
         assert error(actual, expected[1, :, :num_tokens].transpose(0, 1)) < tolerance
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_rope_rotate_write(device, tolerance, head_dim):
+@pytest.mark.parametrize(("head_dim", "num_more"), [(64, 0), (128, 0), (64, 147)])
+def test_rope_rotate_write(device, tolerance, head_dim, num_more):
     from kvpilot.engine.kernels.gpu.elementwise import basis_signs, rope_rotate_write
 
     shape = PageShape(num_layers=2, num_kv_heads=1, head_dim=head_dim)
     page_bytes = payload_bytes("bf16", shape)
     pool = torch.zeros(2 * page_bytes, dtype=torch.uint8, device=device)
-    positions, num_heads = [3, 40, 7], 2
-    places = [(page_bytes, 3), (0, 8), (0, 7)]
+    positions, num_heads = [3, 40, 7, *(i % 64 for i in range(num_more))], 2
+    places = [(page_bytes, 3), (0, 8), (0, 7), *[(-1, 0)] * num_more]  # the last ones are not written
     angles = torch.arange(64, dtype=torch.float64)[:, None] * torch.rand(head_dim // 2).double()
     rope = torch_ops.RopeTables(angles.cos().float(), angles.sin().float())
-    qkv = torch.randn(3, 4 * head_dim).bfloat16()
+    qkv = torch.randn(len(positions), 4 * head_dim).bfloat16()
     q = rope_rotate_write(
         qkv.to(device),
         torch.tensor(positions, device=device),
@@ -206,7 +206,7 @@ def test_rope_rotate_write(device, tolerance, head_dim):
         1,
         num_heads,
     )
-    x = qkv.double().view(3, 4, head_dim)
+    x = qkv.double().view(-1, 4, head_dim)
     a, b = x[:, :3].chunk(2, -1)
     cos, sin = (table.double()[positions][:, None] for table in rope)
     basis = hadamard(head_dim)
@@ -214,10 +214,10 @@ def test_rope_rotate_write(device, tolerance, head_dim):
     turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1) @ basis.double()
     assert error(q, turned[:, :2]) < tolerance
     pages = pool.view(torch.bfloat16).view(2, 2, 2, 1, 32, head_dim)
-    for i, (payload, slot) in enumerate(places):
+    for i, (payload, slot) in enumerate(places[:3]):
         written = pages[payload // page_bytes, 1, :, 0, slot]
         assert error(written[0], turned[i, 2]) < tolerance
-        assert torch.equal(written[1].cpu(), qkv.view(3, 4, head_dim)[i, 3])
+        assert torch.equal(written[1].cpu(), qkv.view(-1, 4, head_dim)[i, 3])
     assert pages.count_nonzero().item() <= 3 * 2 * head_dim
 
 

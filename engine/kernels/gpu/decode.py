@@ -19,9 +19,9 @@ from kvpilot.engine.kernels.page_table import PageTable
 from kvpilot.engine.kv.formats import PageShape
 
 ASM = os.environ.get("TRITON_INTERPRET") != "1"  # the interpreter runs no inline assembly
-# One-warp programs that an H200 runs at once or nearly so, by page size: pages of the exact kernel are larger, the
-# int4 loop is bound by what a warp can do
-EXACT_PROGRAMS, BYTE_PROGRAMS, INT4_PROGRAMS = 512, 1024, {32: 1536, 64: 1024}
+# One-warp programs that an H200 runs at once or nearly so, some by page size: exact pages take more memory, and
+# those of 64 so much that several rounds are better; the int4 loop is bound by what a warp can do
+EXACT_PROGRAMS, BYTE_PROGRAMS, INT4_PROGRAMS = {32: 512, 64: 1024}, 1280, {32: 1536, 64: 1024}
 INT4_REGISTERS = {32: 168, 64: None}  # at most, so that as many fit
 MIN_PAGES_PER_ITEM = 2
 # Of the software pipeline; the page table's load takes some. In a mixed kernel a deep one for the largest pages
@@ -73,7 +73,7 @@ def max_items(num_sequences: int, shape: PageShape, kinds: frozenset[int]) -> in
 def target_items(shape: PageShape, kinds: frozenset[int]) -> int:
     """That keep the GPU busy."""
     programs = INT4_PROGRAMS[shape.page_size] if INT4 in kinds else BYTE_PROGRAMS
-    return -(-(EXACT_PROGRAMS if kinds == {EXACT} else programs) // shape.num_kv_heads)
+    return -(-(EXACT_PROGRAMS[shape.page_size] if kinds == {EXACT} else programs) // shape.num_kv_heads)
 
 
 def plan_spans(

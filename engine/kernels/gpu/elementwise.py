@@ -14,6 +14,7 @@ from kvpilot.engine.kernels.torch_ops import RopeTables, cache_basis
 from kvpilot.engine.kv.formats import PageShape
 
 TOKENS_PER_PROGRAM = 16
+FEW_TOKENS = 128  # too few to keep a GPU busy with programs of one warp
 
 
 @triton.jit
@@ -59,11 +60,11 @@ def _rope_rotate_write_kernel(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, UNIT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (token blocks, heads of q, k and v). `signs` is the Hadamard matrix of HEAD_DIM / 2 times its root;
+    """Grid (heads of q, k and v, token blocks). `signs` is the Hadamard matrix of HEAD_DIM / 2 times its root;
     that of HEAD_DIM is [[signs, signs], [signs, -signs]] * UNIT."""
-    head = tl.program_id(1)
+    head = tl.program_id(0)
     HALF: tl.constexpr = HEAD_DIM // 2
-    tokens = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    tokens = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     inside = tokens < num_tokens
     half = tl.arange(0, HALF)
     row = tokens.to(tl.int64) * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + head * HEAD_DIM
@@ -196,9 +197,8 @@ def rope_rotate_write(
     """
     num_tokens = len(qkv_TX)
     q_THD = qkv_TX.new_empty((num_tokens, num_heads, shape.head_dim))
-    _rope_rotate_write_kernel[
-        (triton.cdiv(num_tokens, TOKENS_PER_PROGRAM), num_heads + 2 * shape.num_kv_heads)
-    ](
+    num_blocks = triton.cdiv(num_tokens, TOKENS_PER_PROGRAM)
+    _rope_rotate_write_kernel[(num_heads + 2 * shape.num_kv_heads, num_blocks)](
         qkv_TX,
         q_THD,
         pool,
@@ -216,6 +216,6 @@ def rope_rotate_write(
         BLOCK_TOKENS=TOKENS_PER_PROGRAM,
         UNIT=shape.head_dim**-0.5,
         ASM=ASM,
-        num_warps=4,
+        num_warps=4 if num_tokens <= FEW_TOKENS else 1,
     )
     return q_THD
