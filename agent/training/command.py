@@ -65,17 +65,21 @@ def run_search(request: TrainRequest, trials: int) -> int:
 
 
 def _table(done: Trained) -> Table:
-    workloads = list(done.point.by_workload)
-    table = Table("validation reward", "mean", *workloads, "changes/h", title="What was learned")
-    for name, score in done.baselines.items():
-        cells = [f"{score.by_workload[workload]:.3f}" for workload in workloads]
-        table.add_row(name, f"{score.reward:.4f}", *cells, f"{score.changes_per_hour:.1f}")
-    for seed, points in done.seeds.items():
-        best = max(points, key=lambda point: point.reward)
-        cells = [f"{best.by_workload[workload]:.3f}" for workload in workloads]
-        marked = "[bold]" if seed == done.best else ""
-        label = f"{marked}seed {seed}, {best.steps} steps of PPO"
-        table.add_row(label, f"{best.reward:.4f}", *cells, f"{best.changes_per_hour:.1f}")
+    """A column per policy: names of workloads are long, numbers are not."""
+    best = {seed: max(points, key=lambda point: point.reward) for seed, points in done.seeds.items()}
+    columns = [*done.baselines.values(), *best.values()]
+    names = [
+        *done.baselines,
+        *(f"[bold]seed {seed}[/]" if seed == done.best else f"seed {seed}" for seed in best),
+    ]
+    table = Table("validation reward", *names, title="What was learned")
+    for workload in done.point.by_workload:
+        table.add_row(workload, *(f"{score.by_workload[workload]:.3f}" for score in columns))
+    table.add_row("mean", *(f"[bold]{score.reward:.4f}[/]" for score in columns))
+    table.add_row("knob changes an hour", *(f"{score.changes_per_hour:.1f}" for score in columns))
+    table.add_row(
+        "steps of PPO", *("" for _ in done.baselines), *(str(point.steps) for point in best.values())
+    )
     return table
 
 
