@@ -1,17 +1,25 @@
-"""Cache-only mode against a count that shares nothing with it: sorted lists, no pages, no queues."""
+"""Pool and prefix cache alone against a count that shares nothing with them: sorted lists, no pages, no queues."""
 
 import os
 from bisect import bisect_right
 from itertools import accumulate
 from math import inf
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpilot.env.simulator.cache_only import count_hits
+from kvpilot.engine.config import Knobs
+from kvpilot.engine.kv.cache import KVCache
+from kvpilot.engine.kv.eviction import LruPolicy
+from kvpilot.engine.kv.formats import PageShape
+from kvpilot.engine.kv.pool import KVPool
+from kvpilot.engine.kv.storage import NoStorage
+from kvpilot.engine.stats import StatsRecorder
+from kvpilot.env.simulator.belady import BeladyPolicy
 from kvpilot.env.traces.readers import read_trace
 from kvpilot.env.traces.reuse import find_runs, lru_hits
 from kvpilot.env.traces.trace import Trace
@@ -32,6 +40,43 @@ def make_trace(chains: list[list[int]]) -> Trace:
         turn=ones.astype(np.int32),
         tenant=ones,
     )
+
+
+class CacheCount(NamedTuple):
+    """Full prompt blocks looked up and found; requests larger than the cache are looked up and not kept."""
+
+    queries: int
+    hits: int
+    too_large: int
+
+
+def count_hits(trace: Trace, num_pages: int, eviction: str = "lru") -> CacheCount:
+    """Requests one after another, no time, no batching: each finds the longest cached prefix of its full blocks, and
+    leaves all of them cached in `num_pages` pages of one block each, at one precision. Replies are not cached."""
+    shape = PageShape(num_layers=1, num_kv_heads=1, head_dim=2, page_size=2)
+    pool_bytes = num_pages * shape.num_values * 2
+    pool = KVPool(shape=shape, ladder=("bf16",), pool_bytes=pool_bytes, storage=NoStorage())
+    policy = BeladyPolicy(trace) if eviction == "belady" else LruPolicy()
+    cache = KVCache(pool, policy, Knobs(), StatsRecorder())
+    queries = hits = too_large = 0
+    for row in range(len(trace)):
+        blocks: list[int] = trace.blocks_of(row).tolist()
+        now = float(row)
+        pages = cache.match(blocks.__getitem__, len(blocks))
+        queries, hits = queries + len(blocks), hits + len(pages)
+        cache.policy.request_arrived(blocks.__getitem__, len(blocks), now)
+        if len(blocks) > num_pages:
+            too_large += 1
+            continue
+        cache.acquire(pages, now)
+        num_cached = len(pages)
+        assert cache.reclaim(len(blocks) - num_cached, now)
+        pages += cache.allocate(len(blocks) - num_cached)
+        for index in range(num_cached, len(blocks)):
+            cache.seal(pages, index, blocks[index])
+        cache.release(pages, len(pages), now)
+    cache.check_integrity()
+    return CacheCount(queries, hits, too_large)
 
 
 def brute_force(trace: Trace, capacity: int, clairvoyant: bool) -> tuple[int, int]:
