@@ -6,6 +6,7 @@ from pathlib import Path
 
 from kvpilot.agent.policies.bandit import BanditPolicy
 from kvpilot.agent.policies.default import DefaultPolicy
+from kvpilot.agent.policies.exported import load_exported
 from kvpilot.agent.policies.hill_climb import HillClimbPolicy
 from kvpilot.agent.policies.hysteresis import HysteresisPolicy
 from kvpilot.agent.policies.random import RandomPolicy
@@ -16,6 +17,7 @@ from kvpilot.engine.errors import ConfigError
 from kvpilot.env.policy import Policy
 
 FROM_FILE = ("static", "hysteresis")
+SHIPPED = Path(__file__).parent / "ppo"  # policy.json says what it was trained on, and by which command
 
 
 def load_policy(spec: str) -> Policy:
@@ -30,8 +32,6 @@ def load_policy(spec: str) -> Policy:
     if colon and kind in FROM_FILE:
         return _from_file(kind, Path(rest))
     if Path(spec).exists():
-        from kvpilot.agent.policies.exported import load_exported
-
         return load_exported(Path(spec))
     expected = f"{', '.join(NAMED)}, static:FILE, hysteresis:FILE, or the folder of an exported policy"
     raise ConfigError(f"policy={spec!r} is invalid: expected {expected}")
@@ -66,4 +66,5 @@ NAMED: dict[str, Callable[..., Policy]] = {
     "hill-climb": HillClimbPolicy,
     "bandit": BanditPolicy,
     "random": RandomPolicy,
+    "ppo": lambda: load_exported(SHIPPED),
 }

@@ -87,15 +87,27 @@ def parse_spec(text: str) -> PolicySpec:
     policy = load_policy(spec)
     label = label if equals else policy.name
     if spec in NAMED:
-        return PolicySpec(label=label, kind="named", config={"name": spec})
+        digest = getattr(policy, "hash", "")
+        return PolicySpec(
+            label=label,
+            kind="named",
+            config={"name": spec},
+            digest=digest,
+            decide_seconds=_interval_of(policy),
+        )
     kind, _, source = spec.partition(":") if spec.startswith(prefixes) else ("", "", spec)
     return PolicySpec(
         label=label,
         kind="file",
         config={"path": spec},
         digest=f"{kind}:{files_digest(Path(source))}",
-        decide_seconds=getattr(getattr(policy, "description", None), "interval_seconds", None),
+        decide_seconds=_interval_of(policy),
     )
+
+
+def _interval_of(policy: Policy) -> float | None:
+    """Seconds between two decisions, of a learned policy."""
+    return getattr(getattr(policy, "description", None), "interval_seconds", None)
 
 
 def files_digest(path: Path) -> str:
