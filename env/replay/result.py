@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpilot.engine.errors import ConfigError, KVPilotError
+from kvpilot.engine.files import write_whole
 from kvpilot.env.slo import Slo
 
 FORM = 1  # rises when a reader of older files would misread newer ones
@@ -53,14 +54,10 @@ class ReplayResult:
     def write(self, path: Path) -> None:
         """As JSON; whole or not at all."""
         values = {"kvpilot_replay": FORM, **vars(self), "slo": vars(self.slo)}
-        temporary = path.with_name(f".{path.name}.partial")
         try:
-            temporary.write_text(json.dumps(_clean(values), allow_nan=False) + "\n", encoding="utf-8")
-            temporary.replace(path)
+            write_whole(path, json.dumps(_clean(values), allow_nan=False) + "\n")
         except OSError as error:
             raise KVPilotError(f"{path} cannot be written: {error.strerror}") from error
-        finally:
-            temporary.unlink(missing_ok=True)
 
 
 def read_result(path: Path) -> ReplayResult:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from kvpilot.engine.files import whole_file
 from kvpilot.env.traces.own_jsonl import write_own_jsonl
 from kvpilot.env.traces.parquet import write_parquet
 from kvpilot.env.traces.trace import Trace, TraceError
@@ -13,14 +14,11 @@ def write_trace(trace: Trace, path: Path | str) -> None:
     """By the name: .parquet, or .jsonl with .gz or .xz. Whole or not at all."""
     path = Path(path)
     check_output(path)
-    temporary = path.with_name(f".{path.stem}.partial{path.suffix}")
     try:
-        (write_parquet if path.suffix == ".parquet" else write_own_jsonl)(trace, temporary)
-        temporary.replace(path)
+        with whole_file(path) as temporary:
+            (write_parquet if path.suffix == ".parquet" else write_own_jsonl)(trace, temporary)
     except OSError as error:
         raise TraceError(f"{path}: cannot be written: {error.strerror or error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def check_output(path: Path) -> None:

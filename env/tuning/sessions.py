@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,10 +100,7 @@ def _keep(trace: Trace, path: Path) -> None:
     """A cache that cannot be written is no reason to stop."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=path.parent, suffix=".parquet", delete=False) as file:
-            temporary = Path(file.name)
-        write_trace(trace, temporary)
-        temporary.replace(path)
+        write_trace(trace, path)
     except (OSError, TraceError):
         return
 
