@@ -6,23 +6,19 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any
 
 from kvpilot.agent.jobs.workers import Workers
 from kvpilot.agent.policies.spec import PolicySpec
 from kvpilot.engine.errors import KVPilotError
+from kvpilot.env.code_digest import code_digest
 from kvpilot.env.tuning.episode import Episode
 from kvpilot.env.tuning.reward import ObjectiveReward, RewardWeights
 from kvpilot.env.tuning.rollout import EpisodeResult, run_episode
 from kvpilot.env.tuning.workload import Workload
 
 FORM = 1  # rises when kept results would be misread
-DECIDING = ("engine", "env")  # packages whose code decides what a simulation gives
-NOT_DECIDING = ("server", "kernels", "model", "runners", "codecs", "replay", "calibration", "__pycache__")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,24 +110,6 @@ def episode_hash(episode: Episode) -> str:
 def workload_hash(workload: Workload) -> str:
     """Of its definition and its traces, whatever split is drawn from: of what it draws first for training."""
     return episode_hash(workload.with_(split="train").draw(0))
-
-
-@cache
-def code_digest() -> str:
-    """Of the sources that decide what a simulation gives."""
-    digest = hashlib.sha256()
-    for package in DECIDING:
-        _add(files(f"kvpilot.{package}"), digest)
-    return digest.hexdigest()
-
-
-def _add(folder: Traversable, digest: Any) -> None:
-    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
-        if entry.is_dir() and entry.name not in NOT_DECIDING:
-            _add(entry, digest)
-        elif entry.name.endswith((".py", ".json")):
-            digest.update(entry.name.encode())
-            digest.update(entry.read_bytes())
 
 
 def _read(path: Path) -> EpisodeResult | None:

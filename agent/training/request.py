@@ -8,11 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvpilot.agent.evaluation.runs import code_digest, workload_hash
+from kvpilot.agent.evaluation.runs import workload_hash
 from kvpilot.agent.training.actions import action_set
 from kvpilot.agent.training.config import TrainConfig
 from kvpilot.agent.tune.result import TunedResult, read_tuned
 from kvpilot.engine.errors import ConfigError
+from kvpilot.env.code_digest import code_digest
 from kvpilot.env.tuning.actions import Actions
 from kvpilot.env.tuning.episode import Episode
 from kvpilot.env.tuning.reward import RewardWeights

@@ -5,10 +5,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvpilot.agent.evaluation.runs import code_digest, episode_hash, workload_hash
+from kvpilot.agent.evaluation.runs import episode_hash, workload_hash
 from kvpilot.agent.tune.search import Limits
 from kvpilot.agent.tune.space import SearchSpace
 from kvpilot.engine.errors import ConfigError
+from kvpilot.env.code_digest import code_digest
 from kvpilot.env.tuning.episode import Episode
 from kvpilot.env.tuning.reward import RewardWeights
 from kvpilot.env.tuning.workload import Workload

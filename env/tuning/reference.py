@@ -1,17 +1,14 @@
 """The latency of the default configuration on an episode's traffic: what savings are counted against."""
 
-import hashlib
 import json
-import os
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING
 
+from kvpilot.engine.files import write_whole
 from kvpilot.engine.model.fetch import default_cache_dir
 from kvpilot.engine.stats import StatsWindow
+from kvpilot.env.code_digest import code_digest
 from kvpilot.env.tuning.reward import mean_latency
 
 if TYPE_CHECKING:
@@ -33,26 +30,13 @@ class ReferenceLatency:
 
 def reference_latency(episode: "Episode") -> ReferenceLatency:
     """Simulated once per episode and kept in the cache directory, under the hashes of episode and simulator."""
-    path = default_cache_dir() / "reference" / _code_digest() / f"{episode.hash[:32]}.json"
+    path = default_cache_dir() / "reference" / code_digest()[:16] / f"{episode.hash[:32]}.json"
     try:
         return ReferenceLatency(seconds=tuple(json.loads(path.read_text(encoding="utf-8"))))
     except (OSError, ValueError, TypeError):  # not there, or cut off by a full disk: made anew
         made = _simulate(episode)
     _keep(made, path)
     return made
-
-
-@cache
-def _code_digest() -> str:
-    """Of the sources that decide what a simulation does: what an older engine took is no reference for this one."""
-    digest = hashlib.sha256()
-    for package in ("kvpilot.engine", "kvpilot.engine.kv", "kvpilot.env.simulator"):
-        for source in sorted(files(package).iterdir(), key=lambda entry: entry.name):
-            if source.name.endswith(".py"):
-                digest.update(source.read_bytes())
-    for name in ("episode", "reference", "reward", "schedule", "session", "sessions", "traffic"):
-        digest.update(files("kvpilot.env.tuning").joinpath(f"{name}.py").read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def _simulate(episode: "Episode") -> ReferenceLatency:
@@ -77,11 +61,9 @@ def _simulate(episode: "Episode") -> ReferenceLatency:
 
 
 def _keep(made: ReferenceLatency, path: Path) -> None:
-    """Whole or not at all: several processes may write the same. Without a writable cache it is made each time."""
+    """Without a writable cache it is made each time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            json.dump(made.seconds, file)
-        os.replace(file.name, path)
+        write_whole(path, json.dumps(made.seconds))
     except OSError:
         return

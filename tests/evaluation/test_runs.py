@@ -2,12 +2,13 @@ import json
 
 import pytest
 
-from kvpilot.agent.evaluation.runs import KeepingJob, Run, code_digest, run_all, workload_hash
+from kvpilot.agent.evaluation.runs import KeepingJob, Run, run_all, workload_hash
 from kvpilot.agent.jobs.workers import Workers
 from kvpilot.agent.policies.hysteresis import HysteresisPolicy
 from kvpilot.agent.policies.spec import PolicySpec, oracle_spec, parse_spec, static_spec, tuned_specs
 from kvpilot.agent.policies.static import StaticPolicy
 from kvpilot.engine.errors import ConfigError, KVPilotError
+from kvpilot.env.code_digest import code_digest
 from kvpilot.env.observation import Observation
 from kvpilot.env.tuning.reward import RewardWeights
 from kvpilot.env.tuning.rollout import EpisodeResult
