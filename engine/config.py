@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 
 from kvpilot.engine.errors import ConfigError, KnobInvalidError
+from kvpilot.engine.kv.eviction import ORACLE, POLICIES
 from kvpilot.engine.kv.formats import BITS, EXACT_CODECS
 
 MAX_TTL_SECONDS = 86_400.0
@@ -51,7 +52,7 @@ class EngineConfig:
     max_model_len: int | None = None  # tokens of prompt + output; None: what model and pool allow
     max_waiting: int = 256  # requests in the queue before new ones get 429
     prefill_chunk: int = 256  # prompt tokens computed per step, over all requests
-    eviction: str = "lru"  # "lru" or "hazard"
+    eviction: str = "lru"  # a name of `kv.eviction.POLICIES`
     starvation_seconds: float = 300.0  # a request waiting longer goes first and may take retained pages
     reserve_fraction: float = 0.02  # share of the slots that the reclaimer keeps free
     tail_tokens: int = 128  # last tokens of a running sequence that are never stepped below int8
@@ -76,7 +77,7 @@ class EngineConfig:
         check(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", ">= 2 or None")
         check(self.max_waiting >= 1, "max_waiting", ">= 1")
         check(self.prefill_chunk >= 1, "prefill_chunk", ">= 1")
-        check(self.eviction in ("lru", "hazard", "belady"), "eviction", "lru, hazard or belady")
+        check(self.eviction in (*POLICIES, ORACLE), "eviction", f"one of {', '.join(POLICIES)}, {ORACLE}")
         check(self.starvation_seconds >= 0, "starvation_seconds", ">= 0")
         check(0 <= self.reserve_fraction < 0.5, "reserve_fraction", "a number in [0, 0.5)")
         check(self.tail_tokens >= 0, "tail_tokens", ">= 0")

@@ -129,6 +129,7 @@ class HazardPolicy:
 
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LruPolicy, "hazard": HazardPolicy}
+ORACLE = "belady"  # in the simulator, which hands it to the engine: it knows the future
 
 
 def extreme_page(policy: EvictionPolicy, pages: list[Page], now: float, least: bool) -> Page | None:

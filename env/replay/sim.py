@@ -9,6 +9,7 @@ from typing import Any
 
 from kvpilot.engine.config import EngineConfig
 from kvpilot.engine.errors import ConfigError
+from kvpilot.engine.kv.eviction import ORACLE
 from kvpilot.engine.kv.quality import quality_loss
 from kvpilot.engine.request import FinishReason, Request
 from kvpilot.engine.stats import StatsSnapshot
@@ -48,7 +49,7 @@ class SimReplay:
             check_pool(self.engine, self.profile.model)
         if self.users is not None and self.users < 1:
             raise ConfigError(f"users={self.users!r} is invalid: expected >= 1")
-        if self.users is not None and self.engine.eviction == "belady":
+        if self.users is not None and self.engine.eviction == ORACLE:
             raise ConfigError("eviction='belady' needs arrivals known beforehand: not in closed loop (users)")
 
     @property
@@ -78,7 +79,7 @@ def make_simulation(trace: Trace, replay: SimReplay) -> Simulation:
         return ClosedLoopSimulation(
             trace, replay.engine, shape, profile, users=replay.users, seed=replay.seed, **options
         )
-    if replay.engine.eviction == "belady":
+    if replay.engine.eviction == ORACLE:
         fits = trace.select(trace.prompt_tokens < replay.model.max_len)
         options["policy"] = BeladyPolicy(fits)
     return Simulation(trace, replay.engine, shape, profile, **options)
