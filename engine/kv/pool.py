@@ -31,19 +31,8 @@ class Page:
     """One page and its place. `payload` and `scales` are byte offsets into the pool (scales -1: none)."""
 
     __slots__ = (
-        *(
-            "page_id",
-            "level",
-            "payload",
-            "scales",
-            "state",
-            "refs",
-            "readers",
-            "hash",
-            "is_sealed",
-            "is_sink",
-        ),
-        *("guards", "last_use", "idle_rank", "turn", "num_prompt_tokens", "is_stuck"),
+        *("page_id", "level", "payload", "scales", "state", "refs", "readers", "hash", "is_sealed"),
+        *("is_sink", "guards", "last_use", "idle_rank", "turn", "num_prompt_tokens", "is_stuck"),
         *("limits", "max_level"),
     )
 
