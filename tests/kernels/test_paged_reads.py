@@ -169,7 +169,8 @@ class SixteenthsCodec(Codec):
         self._rows(payload, self.shape.head_dim).copy_(codes.view(torch.uint8))
 
     def decode(self, payload, scales):
-        return tuple((self._rows(payload, self.shape.head_dim).view(torch.int8).float() / 16).unbind(1))
+        k_LHPD, v_LHPD = (self._rows(payload, self.shape.head_dim).view(torch.int8).float() / 16).unbind(1)
+        return k_LHPD, v_LHPD
 
 
 def test_a_codec_that_native_code_does_not_know_is_read_by_torch(implementation, make_pool, monkeypatch):
