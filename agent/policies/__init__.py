@@ -6,7 +6,6 @@ from pathlib import Path
 
 from kvpilot.agent.policies.bandit import BanditPolicy
 from kvpilot.agent.policies.default import DefaultPolicy
-from kvpilot.agent.policies.exported import load_exported
 from kvpilot.agent.policies.hill_climb import HillClimbPolicy
 from kvpilot.agent.policies.hysteresis import HysteresisPolicy
 from kvpilot.agent.policies.random import RandomPolicy
@@ -32,9 +31,15 @@ def load_policy(spec: str) -> Policy:
     if colon and kind in FROM_FILE:
         return _from_file(kind, Path(rest))
     if Path(spec).exists():
-        return load_exported(Path(spec))
+        return _exported(Path(spec))
     expected = f"{', '.join(NAMED)}, static:FILE, hysteresis:FILE, or the folder of an exported policy"
     raise ConfigError(f"policy={spec!r} is invalid: expected {expected}")
+
+
+def _exported(folder: Path) -> Policy:
+    from kvpilot.agent.policies.exported import load_exported  # which needs safetensors
+
+    return load_exported(folder)
 
 
 def _from_file(kind: str, path: Path) -> Policy:
@@ -66,5 +71,5 @@ NAMED: dict[str, Callable[..., Policy]] = {
     "hill-climb": HillClimbPolicy,
     "bandit": BanditPolicy,
     "random": RandomPolicy,
-    "ppo": lambda: load_exported(SHIPPED),
+    "ppo": lambda: _exported(SHIPPED),
 }

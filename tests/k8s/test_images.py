@@ -151,7 +151,11 @@ def test_the_sidecars_environment_installs_and_runs_without_torch(build, tmp_pat
     assert (tmp_path / "run" / "admin.token").stat().st_mode & 0o777 == 0o600
     assert "kubernetes" in run("autotune", "operator", "--help").lower()
     assert "--listen" in run("autotune", "run", "--help")
-    run("python", "-c", "import kvpilot.agent.control.run, kvpilot.agent.operator_run, kvpilot.k8s.control_source")
+    run(
+        "python",
+        "-c",
+        "import kvpilot.agent.control.run, kvpilot.agent.operator_run, kvpilot.k8s.control_source",
+    )
     names = run(
         "python",
         "-c",

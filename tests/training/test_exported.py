@@ -73,10 +73,15 @@ def make_model(small):
 
     def make(actions=PORTFOLIO, recurrent=False):
         rng = np.random.default_rng(0)
-        mean, std = rng.uniform(0, 1, (STACK + len(AVERAGES)) * NUM), rng.uniform(0.1, 1, (STACK + len(AVERAGES)) * NUM)
+        mean, std = (
+            rng.uniform(0, 1, (STACK + len(AVERAGES)) * NUM),
+            rng.uniform(0.1, 1, (STACK + len(AVERAGES)) * NUM),
+        )
         normalization = Normalization(mean=mean.astype(np.float32), std=std.astype(np.float32))
         config = small.with_(ppo={"recurrent": recurrent, "lstm_units": 12})
-        model = build_model(config, offline_vector((STACK + len(AVERAGES)) * NUM, actions.sizes, 2), normalization, seed=3)
+        model = build_model(
+            config, offline_vector((STACK + len(AVERAGES)) * NUM, actions.sizes, 2), normalization, seed=3
+        )
         with torch.no_grad():
             for parameter in model.policy.action_net.parameters():
                 parameter.mul_(100)
