@@ -1,6 +1,6 @@
 """Runs the whole engine on given continuations and keeps the distribution behind every token."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,7 +93,11 @@ class Harness:
         self._count = 0
 
     def generate(
-        self, prompts: list[list[int]], num_tokens: int, forced: list[list[int]] | None = None
+        self,
+        prompts: list[list[int]],
+        num_tokens: int,
+        forced: list[list[int]] | None = None,
+        max_kv_levels: Sequence[int | None] | None = None,
     ) -> tuple[list[list[int]], Tensor, list[int]]:
         """Runs the prompts together: output tokens, the logits behind them [B, N, V], cached prompt tokens."""
         requests = []
@@ -103,7 +107,11 @@ class Harness:
             if forced is not None:
                 self.runner.forced[request_id] = forced[i]
             sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
-            requests.append(self.engine.add_request(request_id, prompt, sampling))
+            requests.append(
+                self.engine.add_request(
+                    request_id, prompt, sampling, max_kv_level=max_kv_levels[i] if max_kv_levels else None
+                )
+            )
         while self.engine.has_work():
             self.engine.step()
         self.engine.check_integrity()
