@@ -155,7 +155,7 @@ class ControlDocument:
     hold: str | None = (
         None  # why nothing may be changed just now (a rollout, scaling); None: nothing speaks against it
     )
-    policy: PolicySource = field(default_factory=lambda: PolicySource(name="threshold"))
+    policy: PolicySource | None = None  # None: the sidecar's own setting
     slo: Slo = field(default_factory=Slo)
     bounds: Bounds = field(default_factory=Bounds)
     limits: Limits = field(default_factory=Limits)

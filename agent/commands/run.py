@@ -49,7 +49,11 @@ def run(
         float | None, Option(help="Seconds between two observations. [default: 15]", rich_help_panel=LOOP)
     ] = None,
     decision: Annotated[
-        float | None, Option(help="Seconds between two decisions. [default: 60]", rich_help_panel=LOOP)
+        float | None,
+        Option(
+            help="Seconds between two decisions. [default: 60, or what a trained policy was trained on]",
+            rich_help_panel=LOOP,
+        ),
     ] = None,
     min_change_seconds: Annotated[
         float | None,

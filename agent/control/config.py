@@ -38,6 +38,7 @@ FILES = {
     ".toml": TomlConfigSettingsSource,
     ".json": JsonConfigSettingsSource,
 }
+DECISION_SECONDS = 60.0
 SECRETS = {"admin_token", "bearer_token", "headers"}  # settings whose values are never shown
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -147,7 +148,8 @@ class RunSettings(BaseSettings):
     policy: str = "threshold"  # as `load_policy` takes it
     outside: Literal["hold", "threshold"] = "hold"  # beyond the policy's training envelope
     interval_seconds: Annotated[float, Field(ge=0.1, le=3600)] = 15.0  # between two observations
-    decision_seconds: Annotated[float, Field(ge=0.1, le=86_400)] = 60.0  # between two decisions
+    # Between two decisions; None: the interval that the policy was trained on, else DECISION_SECONDS.
+    decision_seconds: Annotated[float, Field(ge=0.1, le=86_400)] | None = None
     deadline_seconds: Annotated[float, Field(ge=0.01, le=600)] = 5.0  # of the policy
     bounds: dict[KnobName, tuple[float | None, float | None]] = Field(default_factory=dict)  # low, high
     slo: SloSettings = SloSettings()
@@ -171,7 +173,7 @@ class RunSettings(BaseSettings):
 
     @model_validator(mode="after")
     def _fit_together(self) -> "RunSettings":
-        if self.decision_seconds < self.interval_seconds:
+        if self.decision_seconds is not None and self.decision_seconds < self.interval_seconds:
             raise ValueError(
                 f"decision_seconds={self.decision_seconds:g} is invalid: expected at least "
                 f"interval_seconds={self.interval_seconds:g}"
@@ -188,13 +190,9 @@ class RunSettings(BaseSettings):
             parse_listen(self.listen)
         return self
 
-    @property
-    def decide_every(self) -> int:
-        """Observations per decision."""
-        return decide_every(self.interval_seconds, self.decision_seconds)
-
 
 def decide_every(interval_seconds: float, decision_seconds: float) -> int:
+    """Observations per decision."""
     return max(round(decision_seconds / interval_seconds), 1)
 
 
@@ -257,10 +255,12 @@ def parse_listen(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def guard_limits(settings: RunSettings, document: ControlDocument | None = None) -> GuardLimits:
-    """The settings, with what the control document says instead."""
+def guard_limits(
+    settings: RunSettings, document: ControlDocument | None = None, trained_seconds: float | None = None
+) -> GuardLimits:
+    """The settings, with what the control document says instead; `trained_seconds` as for `paces`."""
     guard, slo = settings.guard, settings.slo.model_dump()
-    interval, decision = paces(settings, document)
+    interval, decision = paces(settings, document, trained_seconds)
     change, settle, reverts = guard.min_change_seconds, guard.settle_seconds, guard.max_reverts_per_hour
     budget = guard.quality_loss_budget
     if document is not None:
@@ -290,19 +290,24 @@ def guard_limits(settings: RunSettings, document: ControlDocument | None = None)
     )
 
 
-def paces(settings: RunSettings, document: ControlDocument | None = None) -> tuple[float, float]:
-    """Seconds between two observations and between two decisions."""
+def asked_decision_seconds(settings: RunSettings, document: ControlDocument | None = None) -> float | None:
+    """As the document or the settings say; None where neither does."""
+    given = None if document is None else document.limits.decision_seconds
+    return settings.decision_seconds if given is None else float(given)
+
+
+def paces(
+    settings: RunSettings, document: ControlDocument | None = None, trained_seconds: float | None = None
+) -> tuple[float, float]:
+    """Seconds between two observations and between two decisions. `trained_seconds` is the interval that the policy
+    was trained on, if any: it counts where none is asked for."""
     given = None if document is None else document.limits
     interval = (
         settings.interval_seconds
         if given is None or given.interval_seconds is None
         else given.interval_seconds
     )
-    decision = (
-        settings.decision_seconds
-        if given is None or given.decision_seconds is None
-        else given.decision_seconds
-    )
+    decision = asked_decision_seconds(settings, document) or trained_seconds or DECISION_SECONDS
     return float(interval), float(max(decision, interval))
 
 

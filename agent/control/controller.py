@@ -200,7 +200,8 @@ class Controller:
     def _observe(self, control: Control, state: KnobState) -> Inputs:
         seen = self.observer.look(self.window_seconds, self.limits.slo)
         self.failures = self.observer.failures
-        problems = [*seen.problems, *self._check_writer(state)]
+        restarted = any(problem.reason is Reason.RESET for problem in seen.problems)
+        problems = [*seen.problems, *self._check_writer(state, restarted)]
         self._ticks_to_decision -= 1
         due = self._ticks_to_decision <= 0 or bool(problems)
         if due:
@@ -219,11 +220,11 @@ class Controller:
             due=due,
         )
 
-    def _check_writer(self, state: KnobState) -> list[Refusal]:
-        """One writer: a revision that this loop did not make freezes it."""
+    def _check_writer(self, state: KnobState, restarted: bool) -> list[Refusal]:
+        """One writer: a revision that this loop did not make freezes it, unless the engine begins to count anew."""
         known, self._revision = self._revision, state.revision
         doubt, self._in_doubt = self._in_doubt, {}
-        if known is None or known == state.revision:
+        if known is None or known == state.revision or restarted:
             return []
         if doubt and all(state.requested.get(name) == value for name, value in doubt.items()):
             log.info("the change whose answer was lost has been applied: revision %s", state.revision)

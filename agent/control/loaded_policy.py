@@ -16,22 +16,27 @@ class LoadedPolicy(NamedTuple):
     spec: str  # as `load_policy` takes it
     digest: str  # SHA-256 of all that decides what it does
 
+    @property
+    def trained_seconds(self) -> float | None:
+        """Between two decisions, if it was trained on an interval."""
+        return getattr(getattr(self.policy, "description", None), "interval_seconds", None)
+
 
 def load(spec: str, *, decision_seconds: float | None = None) -> LoadedPolicy:
     """Raises ConfigError, also where the policy was trained on decisions that lie further apart, or nearer."""
     policy = load_policy(spec)
-    description = getattr(policy, "description", None)
-    trained = getattr(description, "interval_seconds", None)
+    digest = getattr(policy, "hash", "") or hashlib.sha256(parse_spec(spec).key.encode()).hexdigest()
+    loaded = LoadedPolicy(policy, spec, digest)
+    trained = loaded.trained_seconds
     if trained is not None and decision_seconds is not None and trained != decision_seconds:
         raise ConfigError(
             f"decision_seconds={decision_seconds:g} is invalid for policy {policy.name!r}: expected {trained:g}, "
-            "the interval it was trained on"
+            "the interval it was trained on, or nothing at all"
         )
-    digest = getattr(policy, "hash", "") or hashlib.sha256(parse_spec(spec).key.encode()).hexdigest()
-    return LoadedPolicy(policy, spec, digest)
+    return loaded
 
 
-def load_source(source: PolicySource, *, decision_seconds: float) -> LoadedPolicy:
+def load_source(source: PolicySource, *, decision_seconds: float | None) -> LoadedPolicy:
     """What the control document names; ConfigError if a file is not the one it means."""
     if source.name is not None:
         return load(source.name, decision_seconds=decision_seconds)

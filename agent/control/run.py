@@ -12,7 +12,14 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from kvpilot.agent.control.audit import AuditError, AuditLog
-from kvpilot.agent.control.config import RunSettings, decide_every, guard_limits, paces, parse_listen
+from kvpilot.agent.control.config import (
+    RunSettings,
+    asked_decision_seconds,
+    decide_every,
+    guard_limits,
+    paces,
+    parse_listen,
+)
 from kvpilot.agent.control.controller import Controller
 from kvpilot.agent.control.loaded_policy import LoadedPolicy, load, load_source
 from kvpilot.agent.control.log_format import set_up_logging
@@ -43,7 +50,8 @@ class Sidecar:
         self, settings: RunSettings, *, loaded: LoadedPolicy, target: Target, source: Source
     ) -> None:
         self.settings = settings
-        self.interval_seconds, decision_seconds = paces(settings)
+        trained = loaded.trained_seconds
+        self.interval_seconds, decision_seconds = paces(settings, None, trained)
         self.audit = AuditLog(settings.audit)
         self.audit.check()
         state = StateFile(settings.state)
@@ -51,7 +59,7 @@ class Sidecar:
         self.registry = CollectorRegistry()
         self.heartbeat = Heartbeat(HEALTHY_TICKS * self.interval_seconds + SLOWEST_TICK_SECONDS)
         self.loaded = loaded
-        limits = guard_limits(settings)
+        limits = guard_limits(settings, None, trained)
         self.metrics = AgentMetrics(self.registry, limits)
         self.document = _document(settings)
         self._switches = Switches(
@@ -74,7 +82,7 @@ class Sidecar:
             limits=limits,
             source=source if self.counterfactual is None else self.counterfactual.watch(source),
             window_seconds=decision_seconds,
-            decide_every=settings.decide_every,
+            decide_every=decide_every(self.interval_seconds, decision_seconds),
             control=self._control,
             state=state,
             deadline_seconds=settings.deadline_seconds,
@@ -108,16 +116,20 @@ class Sidecar:
         return replace(control, acts=False, hold=problem) if problem else control
 
     def _follow(self, document: ControlDocument) -> None:
-        """The document replaces policy, limits and pace; one that cannot be followed holds everything."""
-        interval, decision = paces(self.settings, document)
+        """What the document names of policy, limits and pace counts; one that cannot be followed holds everything."""
+        asked = asked_decision_seconds(self.settings, document)
         try:
-            loaded = load_source(document.policy, decision_seconds=decision)
+            if document.policy is None:
+                loaded = load(self.settings.policy, decision_seconds=asked)
+            else:
+                loaded = load_source(document.policy, decision_seconds=asked)
         except KVPilotError as error:
             self._refused_document = f"the control document cannot be followed: {error}"
             log.error("%s", self._refused_document)
             return
         self._refused_document = ""
-        limits = guard_limits(self.settings, document)
+        interval, decision = paces(self.settings, document, loaded.trained_seconds)
+        limits = guard_limits(self.settings, document, loaded.trained_seconds)
         controller = self.controller
         controller.limits, controller.window_seconds = limits, decision
         controller.decide_every = decide_every(interval, decision)
@@ -172,7 +184,7 @@ def run_loop(settings: RunSettings) -> int:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    loaded = load(settings.policy, decision_seconds=paces(settings)[1])
+    loaded = load(settings.policy, decision_seconds=settings.decision_seconds)
     target = make_target(settings)
     source = target.source(settings)
     try:
@@ -181,8 +193,7 @@ def run_loop(settings: RunSettings) -> int:
             "%s, policy %s: observes every %g s, decides every %g s",
             settings.mode if sidecar.document is None else "as the control document says",
             settings.policy,
-            settings.interval_seconds,
-            settings.decision_seconds,
+            *paces(settings, None, loaded.trained_seconds),
         )
         sidecar.run(stop)
     finally:

@@ -79,7 +79,7 @@ def test_run_and_demo_parse_to_a_config(monkeypatch):
     monkeypatch.setattr(demo, "run_demo", lambda config: seen.append(config) or 0)
     call("run", "--mode", "auto", "--interval", "2")
     call("demo", "--quick", "--seed", "7")
-    assert (seen[0].mode, seen[0].interval_seconds, seen[0].decide_every) == (Mode.AUTO, 2.0, 30)
+    assert (seen[0].mode, seen[0].interval_seconds, seen[0].decision_seconds) == (Mode.AUTO, 2.0, None)
     assert (seen[1].seconds_per_phase, seen[1].seed) == (4.0, 7)
 
 

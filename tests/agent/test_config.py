@@ -29,7 +29,7 @@ def test_flags_win_over_environment_over_file_over_defaults(tmp_path, monkeypatc
     monkeypatch.setenv("KVPILOT_SLO__VIOLATION_SHARE", "0.01")
     settings = load_settings({"url": "http://flag:1"}, path)
     assert settings.mode is Mode.AUTO
-    assert (settings.interval_seconds, settings.decision_seconds) == (9.0, 60.0)
+    assert paces(settings) == (9.0, 60.0)
     assert settings.url == "http://flag:1"
     assert (settings.slo.ttft_p99_seconds, settings.slo.violation_share) == (3.0, 0.01)
 
@@ -37,7 +37,7 @@ def test_flags_win_over_environment_over_file_over_defaults(tmp_path, monkeypatc
 def test_advisory_15_and_60_seconds_are_the_default():
     settings = load_settings({})
     assert settings.mode is Mode.ADVISORY
-    assert (settings.interval_seconds, settings.decision_seconds, settings.decide_every) == (15.0, 60.0, 4)
+    assert paces(settings) == (15.0, 60.0)
 
 
 @pytest.mark.parametrize("suffix", [".yaml", ".yml", ".json"])
@@ -63,7 +63,10 @@ def test_an_unquoted_off_is_off(tmp_path):
         ({"slo": {"ttft_p99_seconds": 0}}, r"slo\.ttft_p99_seconds=0 is invalid: .*greater than 0"),
         ({"slo": {"ttft": 1}}, r"slo\.ttft=1 is invalid: there is no such setting"),
         ({"interval_seconds": 0}, "interval_seconds=0 is invalid"),
-        ({"interval_seconds": 90}, "decision_seconds=60 is invalid: expected at least interval_seconds=90"),
+        (
+            {"interval_seconds": 90, "decision_seconds": 60},
+            "decision_seconds=60 is invalid: expected at least interval_seconds=90",
+        ),
         ({"mode": "canary"}, "needs a control_file"),
         ({"bounds": {"max_batch": [9, 2]}}, r"bounds\.max_batch=\(9, 2\) is invalid: expected low <= high"),
         ({"bounds": {"gpu": [1, 2]}}, "gpu"),

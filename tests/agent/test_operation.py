@@ -140,6 +140,23 @@ def test_the_control_document_changes_policy_and_mode_of_a_running_loop(make_sid
     assert "magic" in str(held)
 
 
+def test_a_document_without_a_policy_keeps_the_one_that_was_asked_for(make_sidecar, tmp_path):
+    path = tmp_path / "control.yaml"
+    path.write_text("revision: 1\nmode: advisory\n")
+    sidecar = make_sidecar(control_file=path, policy="ppo", decision_seconds=None)
+    ticks(sidecar, 1)
+    assert sidecar.loaded.spec == "ppo"
+    assert sidecar.controller.window_seconds == 120.0  # what it was trained on
+    path.write_text("revision: 2\npolicy: {name: default}\n")
+    ticks(sidecar, 1)
+    assert (sidecar.loaded.spec, sidecar.controller.window_seconds) == ("default", 60.0)
+
+
+def test_a_trained_policy_at_another_pace_is_refused():
+    with pytest.raises(ConfigError, match="decision_seconds=60 is invalid for policy 'ppo': expected 120"):
+        load("ppo", decision_seconds=60.0)
+
+
 def test_a_latch_that_cannot_be_written_still_counts_and_nothing_new_is_tried(make_sidecar, engine, tmp_path):
     (tmp_path / "where").mkdir()
     sidecar = make_sidecar(state=tmp_path / "where" / "state.json")

@@ -131,5 +131,4 @@ def test_a_document_shows_only_what_is_set():
         "revision": 3,
         "mode": "advisory",
         "kill": False,
-        "policy": {"name": "threshold"},
     }
