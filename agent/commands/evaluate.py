@@ -31,8 +31,8 @@ def evaluate(
     policy: Annotated[
         list[str] | None,
         Option(
-            help="[LABEL=]SPEC, may be repeated: the folder of a trained policy, static:FILE, hysteresis:FILE. Those "
-            "with one label are seeds of one policy."
+            help="[LABEL=]SPEC, may be repeated: the folder of a trained policy, ppo (the one that is shipped) or "
+            "another name, static:FILE, hysteresis:FILE. Those with one label are seeds of one policy."
         ),
     ] = None,
     traces: Traces = None,

@@ -99,5 +99,4 @@ def train(
         out=out,
         command=shlex.join(["autotune", *sys.argv[1:]]),
     )
-    request.tuned.check_workloads(request.hashes, str(tuned))
     raise typer.Exit(run_search(request, search) if search else run_train(request, resume=resume))

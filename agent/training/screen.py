@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvpilot.agent.progress import progress_lines
+
 Advance = Callable[[float, str], None]  # done so far, note
 
 
@@ -21,6 +23,10 @@ class Screen:
     @contextmanager
     def stage(self, label: str, total: float) -> Iterator[Advance]:
         """Yields a function that takes how much is done, and a note."""
+        if not self.console.is_terminal:
+            with progress_lines(label, total, self.console) as advance:
+                yield advance
+            return
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=12), MofNCompleteColumn())
         rest = (TimeElapsedColumn(), TextColumn("{task.fields[note]}"))
         with Progress(*columns, *rest, console=self.console) as progress:

@@ -90,7 +90,7 @@ def test_an_interrupted_demo_leaves_a_partial_report_and_no_server(tmp_path, num
     while "burst" not in process.stdout.readline():
         assert process.poll() is None
     process.send_signal(number)
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)  # a report on a busy machine
     assert process.returncode == 1
     data = json.loads((tmp_path / "run.json").read_text())
     assert data["problem"].startswith("Interrupted")
@@ -110,7 +110,7 @@ def test_a_server_that_dies_in_the_demo_is_reported(tmp_path):
         assert process.poll() is None
     (server,) = servers_with(str(tmp_path))
     os.kill(server, signal.SIGKILL)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=240)  # a report on a busy machine
     assert process.returncode == 1
     assert "ended with code -9" in said
     data = json.loads((tmp_path / "run.json").read_text())

@@ -8,6 +8,7 @@ import torch
 from gymnasium import spaces
 from rich.console import Console
 
+from kvpilot.agent.evaluation.runs import workload_hash
 from kvpilot.agent.policies.hysteresis import HysteresisConfig
 from kvpilot.agent.training.config import TrainConfig
 from kvpilot.agent.training.networks import Normalization
@@ -90,13 +91,13 @@ LEVELS = [{"ttl_seconds": 20.0, "size_factor": 0.5, "max_batch": 8, "kv_level": 
 
 
 @pytest.fixture
-def tuned(tmp_path):
+def tuned(tmp_path, workload):
     settings = [Setting(name=f"level-{k}", knobs=LEVELS[k], regime="any", score=0.5) for k in (1, 0, 2)]
     path = tmp_path / "tuned.json"
     TunedResult(
         workload="small",
         seeds={},
-        hashes={},
+        hashes={workload.name: workload_hash(workload)},
         static_best=settings[0],
         portfolio=tuple(settings),
         hysteresis=HysteresisConfig(calm=LEVELS[1], pressure=LEVELS[2], high=4.0, low=1.0),

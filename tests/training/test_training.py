@@ -187,3 +187,10 @@ def test_a_recurrent_policy_trains_and_runs(make_request, run, workload):
     assert policy.network.lstm is not None
     result = run_episode(workload.with_(split="validation").draw(500_000), policy, decide_every=1)
     assert result.reward == pytest.approx(done.point.reward)
+
+
+def test_a_tuned_file_of_other_workloads_is_refused(make_request, tuned):
+    text = json.loads(tuned.read_text())
+    tuned.write_text(json.dumps({**text, "hashes": {"another": "0"}}))
+    with pytest.raises(TunedFormError, match="was tuned for other workloads: small"):
+        run_train(make_request(), resume=False)
