@@ -162,7 +162,8 @@ def test_a_quality_weight_is_a_number_of_at_least_0(tmp_path, trace_file, weight
 
 def test_names_with_brackets_are_shown_as_they_are(tmp_path, trace_file):
     output = run("replay", trace_file, *SMALL, "--out", tmp_path / "a[red].json")
-    assert "a[red]" in output.splitlines()[2]
+    header = next(line for line in output.splitlines() if line.startswith("\u2503"))
+    assert "a[red]" in header
     assert "a[red].html" in "".join(output.split())
 
 
