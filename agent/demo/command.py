@@ -54,7 +54,7 @@ class DemoConfig:
 
 def run_demo(config: DemoConfig) -> int:
     """Both runs and the report; the exit code. A run that breaks off still leaves a report that says so."""
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # also where SIGINT is ignored, as under nohup
     config.out.mkdir(parents=True, exist_ok=True)
     (config.out / "audit.jsonl").unlink(missing_ok=True)  # of an earlier demo
     log_to_file(config.out / "loop.log")

@@ -81,10 +81,17 @@ def test_the_loop_outlives_an_engine_that_goes_away(engine, token, tmp_path):
 
 @pytest.mark.model
 @pytest.mark.e2e
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_demo_leaves_a_partial_report_and_no_server(tmp_path, number):
+@pytest.mark.parametrize(
+    ("number", "handler"),
+    [(signal.SIGINT, signal.SIG_DFL), (signal.SIGTERM, signal.SIG_IGN)],
+    ids=["SIGINT", "SIGTERM under nohup"],
+)
+def test_an_interrupted_demo_leaves_a_partial_report_and_no_server(tmp_path, number, handler):
     process = subprocess.Popen(
-        [*AUTOTUNE, "demo", "--quick", "--out", str(tmp_path)], stdout=subprocess.PIPE, text=True
+        [*AUTOTUNE, "demo", "--quick", "--out", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, handler),
     )
     assert process.stdout is not None
     while "burst" not in process.stdout.readline():
