@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from kvpilot.agent.guard import Watch
 from kvpilot.engine.errors import KVPilotError
+from kvpilot.engine.files import whole_file
 
 
 class StateError(KVPilotError):
@@ -47,14 +48,12 @@ class StateFile:
 
     def write(self, state: SafeState) -> None:
         """Whole or not at all."""
-        temporary = self.path.with_name(f".{self.path.name}.partial")
         try:
-            with temporary.open("w", encoding="utf-8") as file:
+            with whole_file(self.path) as temporary, temporary.open("w", encoding="utf-8") as file:
                 trial = None if state.trial is None else asdict(state.trial)
                 file.write(json.dumps({**state._asdict(), "trial": trial}) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
-            temporary.replace(self.path)
         except OSError as error:
             raise StateError(f"state={str(self.path)!r} cannot be written: {error.strerror}") from error
 

@@ -23,6 +23,7 @@ from kvpilot.agent.evaluation.sheets import (
 from kvpilot.agent.evaluation.timelines import make_timelines
 from kvpilot.agent.policies.spec import PolicySpec
 from kvpilot.engine.errors import KVPilotError
+from kvpilot.engine.files import write_whole
 from kvpilot.env.tuning.episode import Episode
 from kvpilot.env.tuning.sessions import SPLITS
 
@@ -41,14 +42,10 @@ def write_report(
     values = as_json(outcomes, policies, episodes, facts)
     texts = {out: json.dumps(values, indent=1, allow_nan=False) + "\n", page: render(outcomes, values)}
     for path, text in texts.items():
-        temporary = path.with_name(f".{path.name}.partial")
         try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(path)
+            write_whole(path, text)
         except OSError as error:
             raise KVPilotError(f"{path} cannot be written: {error.strerror}") from error
-        finally:
-            temporary.unlink(missing_ok=True)
     return page
 
 

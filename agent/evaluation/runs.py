@@ -2,16 +2,15 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 from kvpilot.agent.jobs.workers import Workers
 from kvpilot.agent.policies.spec import PolicySpec
 from kvpilot.engine.errors import KVPilotError
+from kvpilot.engine.files import write_whole
 from kvpilot.env.code_digest import code_digest
 from kvpilot.env.tuning.episode import Episode
 from kvpilot.env.tuning.reward import ObjectiveReward, RewardWeights
@@ -124,10 +123,6 @@ def _keep(result: EpisodeResult, path: Path) -> None:
     """Whole or not at all. Raises KVPilotError: a run that cannot be resumed should not be begun."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(
-            "w", dir=path.parent, suffix=".partial", delete=False, encoding="utf-8"
-        ) as file:
-            json.dump(result.to_json(), file)
-        os.replace(file.name, path)
+        write_whole(path, json.dumps(result.to_json()))
     except OSError as error:
         raise KVPilotError(f"{path} cannot be written: {error.strerror}") from error

@@ -15,6 +15,7 @@ from safetensors.numpy import load, save
 from kvpilot.agent.policies.numpy_network import NumpyNetwork
 from kvpilot.engine.config import KNOB_NAMES, KnobBounds
 from kvpilot.engine.errors import ConfigError, KVPilotError
+from kvpilot.engine.files import write_whole
 from kvpilot.env.observation import Observation
 from kvpilot.env.policy import KnobValues, Proposal
 from kvpilot.env.tuning import vector
@@ -170,10 +171,8 @@ def write_exported(folder: Path, description: PolicyDescription, tensors: Mappin
     text = json.dumps(values, indent=1, allow_nan=False) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in ((WEIGHTS, weights), (DESCRIPTION, text.encode())):
-            temporary = folder / f".{name}"
-            temporary.write_bytes(content)
-            temporary.replace(folder / name)
+        write_whole(folder / WEIGHTS, weights)
+        write_whole(folder / DESCRIPTION, text)
     except OSError as error:
         raise KVPilotError(f"{folder} cannot be written: {error.strerror}") from error
 

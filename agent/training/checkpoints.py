@@ -7,21 +7,19 @@ import torch
 
 from kvpilot.agent.training.errors import TrainingError
 from kvpilot.agent.training.networks import Model
+from kvpilot.engine.files import whole_file
 
 
 def save_checkpoint(model: Model, path: Path) -> None:
     """Whole or not at all."""
-    temporary = path.with_name(f".{path.name}")
-    torch.save(
-        {
-            "parameters": model.get_parameters(),
-            "num_timesteps": model.num_timesteps,
-            "num_updates": model._n_updates,
-            "random_state": torch.get_rng_state(),
-        },
-        temporary,
-    )
-    temporary.replace(path)
+    stored = {
+        "parameters": model.get_parameters(),
+        "num_timesteps": model.num_timesteps,
+        "num_updates": model._n_updates,
+        "random_state": torch.get_rng_state(),
+    }
+    with whole_file(path) as temporary:
+        torch.save(stored, temporary)
 
 
 def load_checkpoint(model: Model, path: Path) -> None:

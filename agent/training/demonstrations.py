@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpilot.agent.training.errors import TrainingError
+from kvpilot.engine.files import whole_file
 from kvpilot.env.tuning.vector import Stack
 
 Floats = NDArray[np.float32]
@@ -37,10 +38,8 @@ class Demonstrations:
 
     def save(self, path: Path) -> None:
         """Whole or not at all."""
-        temporary = path.with_name(f".{path.name}")
-        with temporary.open("wb") as file:
+        with whole_file(path) as temporary, temporary.open("wb") as file:
             np.savez_compressed(file, allow_pickle=False, **vars(self))
-        temporary.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> "Demonstrations":

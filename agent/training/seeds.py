@@ -21,6 +21,7 @@ from kvpilot.agent.training.request import TrainRequest
 from kvpilot.agent.training.rounds import cloned
 from kvpilot.agent.training.screen import Screen
 from kvpilot.agent.training.validation import Validator
+from kvpilot.engine.files import write_whole
 
 CHECKPOINT, POINTS, BEST, CURRENT = "checkpoint.pt", "points.json", "best", "current"
 CLONE_SEED, PPO_SEED = 1000, 2000  # apart from those of the labelled episodes
@@ -164,9 +165,7 @@ def read_points(folder: Path) -> list[Point]:
 
 def write_json(path: Path, values: Any) -> None:
     """Whole or not at all."""
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    write_whole(path, json.dumps(values, indent=1) + "\n")
 
 
 def _in_words(report: CloneReport) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from kvpilot.agent.policies.hysteresis import HysteresisConfig
 from kvpilot.engine.config import KNOB_NAMES
 from kvpilot.engine.errors import ConfigError, KVPilotError
+from kvpilot.engine.files import write_whole
 
 FORM = 1  # rises when a reader of older files would misread newer ones
 
@@ -64,15 +65,11 @@ class TunedResult:
     def write(self, path: Path) -> None:
         """As JSON; whole or not at all."""
         values = {"kvpilot_tuned": FORM, **asdict(self), "hysteresis": self.hysteresis.to_json()}
-        temporary = path.with_name(f".{path.name}.partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-            temporary.replace(path)
+            write_whole(path, json.dumps(values, indent=2, allow_nan=False) + "\n")
         except OSError as error:
             raise KVPilotError(f"{path} cannot be written: {error.strerror}") from error
-        finally:
-            temporary.unlink(missing_ok=True)
 
     def check_workloads(self, hashes: Mapping[str, str], source: str) -> None:
         """Raises TunedFormError if `source` was tuned for other workloads than `hashes` names."""
