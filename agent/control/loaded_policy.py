@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvpilot.agent.policies import load_policy
-from kvpilot.agent.policies.spec import parse_spec
+from kvpilot.agent.policies.spec import interval_of, parse_spec
 from kvpilot.engine.errors import ConfigError
 from kvpilot.env.policy import Policy
 from kvpilot.k8s.control_document import PolicySource
@@ -19,7 +19,7 @@ class LoadedPolicy(NamedTuple):
     @property
     def trained_seconds(self) -> float | None:
         """Between two decisions, if it was trained on an interval."""
-        return getattr(getattr(self.policy, "description", None), "interval_seconds", None)
+        return interval_of(self.policy)
 
 
 def load(spec: str, *, decision_seconds: float | None = None) -> LoadedPolicy:

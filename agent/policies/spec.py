@@ -93,7 +93,7 @@ def parse_spec(text: str) -> PolicySpec:
             kind="named",
             config={"name": spec},
             digest=digest,
-            decide_seconds=_interval_of(policy),
+            decide_seconds=interval_of(policy),
         )
     kind, _, source = spec.partition(":") if spec.startswith(prefixes) else ("", "", spec)
     return PolicySpec(
@@ -101,11 +101,11 @@ def parse_spec(text: str) -> PolicySpec:
         kind="file",
         config={"path": spec},
         digest=f"{kind}:{files_digest(Path(source))}",
-        decide_seconds=_interval_of(policy),
+        decide_seconds=interval_of(policy),
     )
 
 
-def _interval_of(policy: Policy) -> float | None:
+def interval_of(policy: Policy) -> float | None:
     """Seconds between two decisions, of a learned policy."""
     return getattr(getattr(policy, "description", None), "interval_seconds", None)
 

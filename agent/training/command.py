@@ -19,7 +19,6 @@ def run_train(request: TrainRequest, *, resume: bool) -> int:
     import torch
 
     torch.set_num_threads(1)  # networks this small are slower on several
-    request.tuned.check_workloads(request.hashes, str(request.tuned_path))
     console = Console()
     with interruptible() as is_stopped:
         try:
@@ -49,7 +48,6 @@ def run_search(request: TrainRequest, trials: int) -> int:
     from kvpilot.agent.training.search import search
 
     torch.set_num_threads(1)
-    request.tuned.check_workloads(request.hashes, str(request.tuned_path))
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     console = Console()

@@ -39,7 +39,10 @@ class TrainRequest:
 
     @cached_property
     def tuned(self) -> TunedResult:
-        return read_tuned(self.tuned_path)
+        """Raises TunedFormError, also where it was tuned for other workloads."""
+        found = read_tuned(self.tuned_path)
+        found.check_workloads(self.hashes, str(self.tuned_path))
+        return found
 
     @cached_property
     def tuned_sha256(self) -> str:
