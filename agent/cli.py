@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
+from kvpilot.agent import extras
 from kvpilot.agent.commands import bench, evaluate, operator, replay, run, trace, train, tune
 from kvpilot.engine.config import EngineConfig, Knobs
 from kvpilot.engine.errors import ConfigError, KVPilotError
@@ -309,6 +310,11 @@ def main() -> None:
     except KVPilotError as error:
         print(f"autotune: {_in_options(str(error))}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("kvpilot"):
+            raise
+        print(f"autotune: {extras.missing_package(error.name, sys.argv[1:])}", file=sys.stderr)
+        sys.exit(1)
 
 
 def _in_options(message: str) -> str:

@@ -1,13 +1,21 @@
 """The package list is kept by hand: in editable mode a missing entry works, in the wheel it does not."""
 
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
+import typer
+from packaging.requirements import Requirement
+
+from kvpilot.agent.cli import app, main
+from kvpilot.agent.extras import NEEDED
 
 ROOT = Path(__file__).parent.parent
 TOP = ("agent", "dashboards", "engine", "env", "exporter", "k8s")
@@ -40,18 +48,57 @@ def test_all_data_files_are_declared():
 
 
 @pytest.fixture(scope="module")
-def wheel_names(tmp_path_factory) -> set[str]:
-    """Built from a copy, without isolation, and without the compiled kernels, which are optional."""
-    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+def wheel(tmp_path_factory) -> zipfile.ZipFile:
+    """Built from the sdist of a copy, without isolation, and without what is compiled, which is optional."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
     for top in TOP:
-        if (ROOT / top).is_dir():
-            shutil.copytree(ROOT / top, source / top, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copytree(ROOT / top, source / top, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    (source / "tests").mkdir()
+    shutil.copy(__file__, source / "tests")
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
+    build = f"from setuptools.build_meta import build_sdist; build_sdist({str(target)!r})"
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", build],
+        cwd=source,
+        check=True,
+        timeout=120,
+        capture_output=True,
+    )
+    (sdist,) = target.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        assert not [name for name in archive.getnames() if "/tests/" in name]
     command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-q"]
-    subprocess.run([*command, "-w", str(target), str(source)], check=True, timeout=120)
-    (wheel,) = target.glob("*.whl")
-    return set(zipfile.ZipFile(wheel).namelist())
+    subprocess.run([*command, "-w", str(target), str(sdist)], check=True, timeout=120)
+    (found,) = target.glob("*.whl")
+    return zipfile.ZipFile(found)
+
+
+@pytest.fixture(scope="module")
+def wheel_names(wheel) -> set[str]:
+    return set(wheel.namelist())
+
+
+@pytest.fixture(scope="module")
+def requirements(wheel) -> dict[str, set[str]]:
+    """Names of packages by extra, as the wheel states them; "" for what every installation gets."""
+    (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    found: dict[str, set[str]] = {}
+    for text in Parser().parsestr(wheel.read(name).decode()).get_all("Requires-Dist", []):
+        requirement = Requirement(text)
+        extra = re.findall(r'extra == "(\w+)"', str(requirement.marker))
+        names = {f"kvpilot[{each}]" for each in requirement.extras} or {requirement.name}
+        found.setdefault("".join(extra), set()).update(names)
+    return found
+
+
+def reached(requirements: dict[str, set[str]], extra: str) -> set[str]:
+    """What an extra brings, with the core and the extras that it names."""
+    names = requirements[""] | requirements[extra]
+    for name in requirements[extra]:
+        if name.startswith("kvpilot["):
+            names |= reached(requirements, name[len("kvpilot[") : -1])
+    return names
 
 
 def test_the_wheel_holds_all_code_and_data_under_one_name(wheel_names):
@@ -69,3 +116,35 @@ def test_the_wheel_has_the_command(wheel_names):
 
 def test_the_wheel_has_the_licence(wheel_names):
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel_names)
+
+
+def test_type_checkers_are_told_that_each_part_is_typed(wheel_names):
+    assert {f"kvpilot/{top}/py.typed" for top in TOP} <= wheel_names
+
+
+def test_the_sidecar_and_the_traces_install_without_torch(requirements):
+    heavy = {"torch", "stable-baselines3", "triton"}
+    for extra in ("control", "k8s", "env", "otel", "dashboards"):
+        assert not heavy & reached(requirements, extra), extra
+    for extra in ("engine", "serve", "train", "cuda"):
+        assert "torch" in reached(requirements, extra), extra
+
+
+def test_the_engine_installs_without_a_server(requirements):
+    assert not {"fastapi", "uvicorn", "pydantic"} & reached(requirements, "engine")
+
+
+def test_every_command_names_extras_that_exist(requirements):
+    commands = set(typer.main.get_command(app).commands)  # pyright: ignore[reportAttributeAccessIssue]  a group
+    assert set(NEEDED) == commands
+    assert {extra for needed in NEEDED.values() for extra in needed.split(",")} <= set(requirements)
+
+
+def test_a_missing_package_is_said_by_its_extra(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "optuna", None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, "kvpilot.agent.tune.command", raising=False)
+    monkeypatch.setattr(sys, "argv", ["autotune", "tune", "--trace", "none.jsonl"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "`autotune tune` needs optuna" in (told := capsys.readouterr().err)
+    assert "pip install 'kvpilot[train]'" in told
