@@ -7,7 +7,17 @@ from importlib.resources.abc import Traversable
 from typing import Any
 
 DECIDING = ("engine", "env")  # packages whose code decides what a simulation gives
-NOT_DECIDING = ("server", "kernels", "model", "runners", "codecs", "replay", "calibration", "__pycache__")
+NOT_DECIDING = (
+    "server",
+    "kernels",
+    "model",
+    "runners",
+    "codecs",
+    "replay",
+    "pages",
+    "calibration",
+    "__pycache__",
+)
 
 
 @cache

@@ -4,14 +4,12 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
-from kvpilot.env.replay.axes import log_axis
+from kvpilot.env.pages.figure import GRID, LEVEL_COLORS, Figure, frame, log_axis
 
 Run = dict[str, Any]  # one entry of run.json's `runs`
-Figure = dict[str, Any]
 
 COLORS = {"static": "#51657d", "tuned": "#c8551b"}
 GHOST = "rgba(90,90,90,0.7)"  # the other run, for comparison
-LEVEL_COLORS = {"bf16": "#1d4e89", "fp32": "#1d4e89", "int8": "#4f9d9d", "fp8": "#4f9d9d", "int4": "#f2b134"}
 SMOOTH_SAMPLES = 5
 BIN_SECONDS = 3.0
 MIN_BAND_SHARE = 0.05  # of the axis, for a band to have a name
@@ -298,19 +296,13 @@ def _ghost(line: dict) -> dict:
 def _layout(data: dict[str, Any], unit: str, height: int = 300) -> dict[str, Any]:
     seconds = data["config"]["seconds_per_phase"]
     end = max(len(data["phases"]) * seconds, *(run["seconds"] for run in data["runs"]))
-    x = {"range": [0, end], "title": {"text": "seconds"}, "gridcolor": "#eeeeea", "zeroline": False}
-    y = {"gridcolor": "#e6e6e0", "zeroline": False}
+    x = {**GRID, "range": [0, end], "title": {"text": "seconds"}, "gridcolor": "#eeeeea"}
     shapes, labels = _shading(data, seconds, end)
-    return {
-        "height": height,
-        "margin": {"l": 62, "r": 14, "t": 42, "b": 44},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "#ffffff",
-        "font": {"family": "system-ui, sans-serif", "size": 12, "color": "#2b2b2b"},
+    return frame(height, top=42) | {
         "xaxis": {**x, "domain": [0, 0.485]},
         "xaxis2": {**x, "domain": [0.515, 1], "matches": "x"},
-        "yaxis": {**y, "title": {"text": unit, "standoff": 8}, "automargin": True},
-        "yaxis2": {**y, "anchor": "x2", "showticklabels": False},
+        "yaxis": {**GRID, "title": {"text": unit, "standoff": 8}, "automargin": True},
+        "yaxis2": {**GRID, "anchor": "x2", "showticklabels": False},
         "shapes": shapes,
         "annotations": labels,
         "legend": {"orientation": "h", "x": 1, "xanchor": "right", "y": 1.24},

@@ -2,13 +2,8 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
-
-from jinja2 import Environment
-from markupsafe import Markup
-from plotly.offline import get_plotlyjs
 
 from kvpilot.agent.evaluation.outcome import BASELINES, FIGURES, Outcomes
 from kvpilot.agent.evaluation.runs import episode_hash
@@ -22,8 +17,7 @@ from kvpilot.agent.evaluation.sheets import (
 )
 from kvpilot.agent.evaluation.timelines import make_timelines
 from kvpilot.agent.policies.spec import PolicySpec
-from kvpilot.engine.errors import KVPilotError
-from kvpilot.engine.files import write_whole
+from kvpilot.env.pages.page import render_page, write_page
 from kvpilot.env.tuning.episode import Episode
 from kvpilot.env.tuning.sessions import SPLITS
 
@@ -40,12 +34,8 @@ def write_report(
     """JSON at `out` and the page beside it, whose path is returned. Raises KVPilotError."""
     page = out.with_suffix(".html")
     values = as_json(outcomes, policies, episodes, facts)
-    texts = {out: json.dumps(values, indent=1, allow_nan=False) + "\n", page: render(outcomes, values)}
-    for path, text in texts.items():
-        try:
-            write_whole(path, text)
-        except OSError as error:
-            raise KVPilotError(f"{path} cannot be written: {error.strerror}") from error
+    write_page(json.dumps(values, indent=1, allow_nan=False) + "\n", out)
+    write_page(render(outcomes, values), page)
     return page
 
 
@@ -112,20 +102,15 @@ def render(outcomes: Outcomes, values: Mapping[str, Any]) -> str:
     learned = learned_labels(outcomes)
     timelines = make_timelines(outcomes, learned)
     others = [label for label in outcomes.labels if label not in ("default", "static-best", "oracle")]
-    charts = [chart for _, page in timelines for chart in page]
-    template = files("kvpilot.agent.evaluation").joinpath("evaluate.html.j2").read_text(encoding="utf-8")
-    return (
-        Environment(autoescape=True)
-        .from_string(template)
-        .render(
-            values=values,
-            sentences=sentences(outcomes),
-            first=tuning_sheet(outcomes),
-            rewards=rewards_sheet(outcomes),
-            differences=[differences_sheet(outcomes, label) for label in dict.fromkeys([*learned, *others])],
-            figures=[policies_sheet(outcomes, group) for group in outcomes.groups()],
-            timelines=timelines,
-            chart_json=Markup(json.dumps(charts, allow_nan=False).replace("<", "\\u003c")),
-            plotly=Markup(get_plotlyjs()),
-        )
+    return render_page(
+        "kvpilot.agent.evaluation",
+        "evaluate.html.j2",
+        charts=[chart for _, page in timelines for chart in page],
+        values=values,
+        sentences=sentences(outcomes),
+        first=tuning_sheet(outcomes),
+        rewards=rewards_sheet(outcomes),
+        differences=[differences_sheet(outcomes, label) for label in dict.fromkeys([*learned, *others])],
+        figures=[policies_sheet(outcomes, group) for group in outcomes.groups()],
+        timelines=timelines,
     )

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvpilot.agent.evaluation.outcome import Outcomes
+from kvpilot.env.pages.figure import GRID, Figure, frame
 from kvpilot.env.tuning.rollout import EpisodeResult
 
 SHOWN = ("default", "static-best", "hysteresis", "oracle")  # and what was given by file
@@ -11,8 +12,6 @@ COLORS = {"default": "#51657d", "static-best": "#1d4e89", "hysteresis": "#3c8d5a
 OTHERS = ("#c8551b", "#7d4f9e", "#b3261e", "#4f9d9d")
 SMOOTH_WINDOWS = 5
 KNOBS = ("kv_level", "max_batch", "size_factor", "ttl_seconds")
-
-Figure = dict[str, Any]
 
 
 def make_timelines(outcomes: Outcomes, learned: Sequence[str]) -> list[tuple[str, list[Figure]]]:
@@ -81,15 +80,9 @@ def _chart(
         }
         for label, run in runs.items()
     ]
-    axis = {"gridcolor": "#e6e6e0", "zeroline": False}
-    layout = {
-        "height": 260,
-        "margin": {"l": 62, "r": 14, "t": 24, "b": 40},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "#ffffff",
-        "font": {"family": "system-ui, sans-serif", "size": 12, "color": "#2b2b2b"},
-        "xaxis": {**axis, "title": {"text": "minutes"}},
-        "yaxis": {**axis, "automargin": True},
+    layout = frame(260, top=24, bottom=40) | {
+        "xaxis": {**GRID, "title": {"text": "minutes"}},
+        "yaxis": {**GRID, "automargin": True},
         "legend": {"orientation": "h", "x": 1, "xanchor": "right", "y": 1.08, "yanchor": "bottom"},
     }
     return {"id": name, "title": title, "note": note, "traces": traces, "layout": layout}

@@ -1,18 +1,14 @@
 """What `autotune trace info` shows: a table in the terminal, and a page of charts."""
 
 from collections.abc import Callable, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment
-from markupsafe import Markup
-from plotly.offline import get_plotlyjs
 from rich.console import Console
 from rich.table import Table
 
-from kvpilot.agent.demo.report import script_safe_json
-from kvpilot.engine.errors import ConfigError
+from kvpilot.env.pages import page
+from kvpilot.env.pages.figure import GRID, Figure, frame
 from kvpilot.env.traces.summary import TraceSummary
 
 Named = Sequence[tuple[str, TraceSummary]]
@@ -95,27 +91,19 @@ def show(summaries: Named, console: Console) -> None:
 
 # ---------------------------------------------------------------------- page
 def write_page(summaries: Named, path: Path) -> None:
-    """One HTML file with plotly in it."""
-    template = files("kvpilot.agent.simulate").joinpath("trace.html.j2").read_text(encoding="utf-8")
-    charts = make_charts(summaries)
-    page = Environment(autoescape=True).from_string(template)
-    text = page.render(
+    """Raises KVPilotError where `path` cannot be written."""
+    text = page.render_page(
+        "kvpilot.agent.simulate",
+        "trace.html.j2",
+        charts=make_charts(summaries),
         names=[name for name, _ in summaries],
         rows=rows(summaries),
-        charts=charts,
-        chart_json=Markup(script_safe_json(charts)),
-        plotly=Markup(get_plotlyjs()),
         provenance=[(name, s.provenance) for name, s in summaries],
     )
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"html={str(path)!r} cannot be written: {error.strerror}") from error
+    page.write_page(text, path)
 
 
-def make_charts(summaries: Named) -> list[dict[str, Any]]:
-    """`id`, `title`, `note`, `traces`, `layout` of each chart."""
-
+def make_charts(summaries: Named) -> list[Figure]:
     def over_time(key: str) -> list[dict]:
         return [
             _line(k, name, s.over_time["start_seconds"], s.over_time[key])
@@ -186,16 +174,10 @@ def _line(
 
 def _chart(
     name: str, title: str, note: str, traces: list[dict], x: str, y: str, *, log: bool = False
-) -> dict[str, Any]:
-    axis = {"gridcolor": "#e6e6e0", "zeroline": False}
-    layout = {
-        "height": 320,
-        "margin": {"l": 62, "r": 14, "t": 10, "b": 44},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "#ffffff",
-        "font": {"family": "system-ui, sans-serif", "size": 12, "color": "#2b2b2b"},
-        "xaxis": {**axis, "title": {"text": x}, "type": "log" if log else "linear"},
-        "yaxis": {**axis, "title": {"text": y}, "rangemode": "tozero"},
+) -> Figure:
+    layout = frame(320) | {
+        "xaxis": {**GRID, "title": {"text": x}, "type": "log" if log else "linear"},
+        "yaxis": {**GRID, "title": {"text": y}, "rangemode": "tozero"},
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
         "showlegend": len(traces) > 1,
         "hovermode": "x",

@@ -1,20 +1,14 @@
 """The page of a tuning run: how the search went, what mattered, what was given up for what."""
 
-import json
 import warnings
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment
-from markupsafe import Markup
-from plotly.offline import get_plotlyjs
-
 from kvpilot.agent.tune.result import TunedResult
 from kvpilot.agent.tune.search import reward_of
-from kvpilot.engine.errors import KVPilotError
-from kvpilot.env.replay.axes import log_axis
+from kvpilot.env.pages import page
+from kvpilot.env.pages.figure import GRID, Figure, frame, log_axis
 
 if TYPE_CHECKING:
     import optuna
@@ -30,32 +24,15 @@ PARETO_NOTE = (
     "(mean KL in nats per token)."
 )
 
-Figure = dict[str, Any]
-
 
 def write_page(result: TunedResult, studies: Mapping[str, "optuna.Study"], tables: Any, path: Path) -> None:
     """Raises KVPilotError where `path` cannot be written."""
-    text = render(result, studies, tables)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise KVPilotError(f"{path} cannot be written: {error.strerror}") from error
+    page.write_page(render(result, studies, tables), path)
 
 
 def render(result: TunedResult, studies: Mapping[str, "optuna.Study"], tables: Any) -> str:
     charts = make_charts(studies)
-    template = files("kvpilot.agent.tune").joinpath("tune.html.j2").read_text(encoding="utf-8")
-    return (
-        Environment(autoescape=True)
-        .from_string(template)
-        .render(
-            result=result,
-            tables=tables,
-            charts=charts,
-            chart_json=Markup(json.dumps(charts, allow_nan=False).replace("<", "\\u003c")),
-            plotly=Markup(get_plotlyjs()),
-        )
-    )
+    return page.render_page("kvpilot.agent.tune", "tune.html.j2", charts=charts, result=result, tables=tables)
 
 
 def make_charts(studies: Mapping[str, "optuna.Study"]) -> list[Figure]:
@@ -190,13 +167,8 @@ def _dots(x: Sequence[float], y: Sequence[Any], name: str, color: str) -> dict[s
 
 
 def _figure(name: str, title: str, note: str, traces: list[dict[str, Any]], x: str, y: str) -> Figure:
-    axis = {"gridcolor": "#e6e6e0", "zeroline": False, "automargin": True}
-    layout = {
-        "height": 300,
-        "margin": {"l": 62, "r": 14, "t": 10, "b": 44},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "#ffffff",
-        "font": {"family": "system-ui, sans-serif", "size": 12, "color": "#2b2b2b"},
+    axis = {**GRID, "automargin": True}
+    layout = frame(300) | {
         "xaxis": {**axis, "title": {"text": x}},
         "yaxis": {**axis, "title": {"text": y, "standoff": 8}},
         "legend": {"orientation": "h", "x": 1, "xanchor": "right", "y": 1.02, "yanchor": "bottom"},

@@ -7,15 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from kvpilot.env.replay.axes import log_axis
+from kvpilot.env.pages.figure import GRID, LEVEL_COLORS, Figure, frame, log_axis
 from kvpilot.env.replay.result import ReplayResult
 
-Figure = dict[str, Any]
 Named = tuple[str, ReplayResult]
 
 COLORS = ("#1d4e89", "#c8551b", "#3c8d5a", "#7d4f9e", "#b3261e", "#1b9aaa", "#8a6d1d", "#d0468c")
 GOLDEN = 0.618034  # of a turn: hues far from all before
-LEVEL_COLORS = {"bf16": "#1d4e89", "fp32": "#1d4e89", "int8": "#4f9d9d", "fp8": "#4f9d9d", "int4": "#f2b134"}
 STATE_COLORS = {"live": "#1d4e89", "retained": "#4f9d9d", "unprotected": "#c9c9bd"}
 CAUSE_COLORS = {
     "unprotected": "#c9c9bd",
@@ -203,19 +201,9 @@ def _bars(windows: dict[str, list[Any]], series: dict[str, list[float]], name: s
 
 
 def _figure(name: str, title: str, note: str, traces: list[dict[str, Any]], unit: str) -> Figure:
-    layout = {
-        "height": 280,
-        "margin": {"l": 62, "r": 14, "t": 10, "b": 40},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "#ffffff",
-        "font": {"family": "system-ui, sans-serif", "size": 12, "color": "#2b2b2b"},
-        "xaxis": {"title": {"text": "seconds"}, "gridcolor": "#eeeeea", "zeroline": False},
-        "yaxis": {
-            "title": {"text": unit, "standoff": 8},
-            "automargin": True,
-            "gridcolor": "#e6e6e0",
-            "zeroline": False,
-        },
+    layout = frame(280, bottom=40) | {
+        "xaxis": {**GRID, "title": {"text": "seconds"}, "gridcolor": "#eeeeea"},
+        "yaxis": {**GRID, "title": {"text": unit, "standoff": 8}, "automargin": True},
         "legend": {"orientation": "h", "x": 1, "xanchor": "right", "y": 1.02, "yanchor": "bottom"},
         "showlegend": sum("name" in trace for trace in traces) > 1,
     }

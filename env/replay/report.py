@@ -1,16 +1,10 @@
 """One HTML page of a replay, or of several side by side, that needs nothing else."""
 
-import json
 import math
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment
-from markupsafe import Markup
-from plotly.offline import get_plotlyjs
-
-from kvpilot.engine.errors import KVPilotError
+from kvpilot.env.pages.page import render_page, write_page
 from kvpilot.env.replay.charts import Named, color_of, make_charts
 from kvpilot.env.replay.compare import describe, warnings_of
 from kvpilot.env.replay.result import CUT_OFF, DONE, FAILED, REFUSED, ReplayResult
@@ -62,21 +56,17 @@ SAME = 0.02  # relative change that nobody should read anything into
 
 
 def write_report(results: list[Named], path: Path) -> None:
-    """`results` are named; more than one is a comparison of each with the first."""
-    try:
-        path.write_text(render(results), encoding="utf-8")
-    except OSError as error:
-        raise KVPilotError(f"{path} cannot be written: {error.strerror}") from error
+    """`results` are named; more than one is a comparison of each with the first. Raises KVPilotError."""
+    write_page(render(results), path)
 
 
 def render(results: list[Named]) -> str:
     """The page."""
-    charts = make_charts(results)
     rows = figure_rows([result for _, result in results])
-    template = files("kvpilot.env.replay").joinpath("report.html.j2").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True)
-    environment.filters["seconds"] = format_seconds
-    return environment.from_string(template).render(
+    return render_page(
+        "kvpilot.env.replay",
+        "report.html.j2",
+        charts=make_charts(results),
         results=results,
         colors=[color_of(number) for number in range(len(results))],
         rows=rows,
@@ -86,9 +76,7 @@ def render(results: list[Named]) -> str:
         change=change_title(len(results)),
         describe=describe,
         warnings=warnings_of(results),
-        charts=charts,
-        chart_json=Markup(json.dumps(charts, allow_nan=False).replace("<", "\\u003c")),
-        plotly=Markup(get_plotlyjs()),
+        seconds=format_seconds,
     )
 
 

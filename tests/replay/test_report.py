@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvpilot.engine.config import Knobs
-from kvpilot.env.replay.axes import MAX_TICKS, log_axis
+from kvpilot.env.pages.figure import MAX_TICKS, log_axis
 from kvpilot.env.replay.charts import color_of
 from kvpilot.env.replay.compare import describe, names_of, warnings_of
 from kvpilot.env.replay.report import figure_rows, render

@@ -1,10 +1,25 @@
-"""Axes that both kinds of report share."""
+"""How the charts of all pages look: colours, frame and axes, as plotly JSON."""
 
 from math import ceil, floor, log10
 from typing import Any
 
+Figure = dict[str, Any]  # `id`, `title`, `note`, `traces`, `layout`
+
+LEVEL_COLORS = {"bf16": "#1d4e89", "fp32": "#1d4e89", "int8": "#4f9d9d", "fp8": "#4f9d9d", "int4": "#f2b134"}
+GRID = {"gridcolor": "#e6e6e0", "zeroline": False}  # of an axis
 MAX_TICKS = 12  # more run into each other
 PADDING = 0.02  # of the axis, so that dots at its ends are whole
+
+
+def frame(height: int, *, top: int = 10, bottom: int = 44) -> dict[str, Any]:
+    """Layout of a chart without its axes and legend; `top` and `bottom` are margins. Pixels."""
+    return {
+        "height": height,
+        "margin": {"l": 62, "r": 14, "t": top, "b": bottom},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "#ffffff",
+        "font": {"family": "system-ui, sans-serif", "size": 12, "color": "#2b2b2b"},
+    }
 
 
 def log_axis(low: float, high: float) -> dict[str, Any]:
