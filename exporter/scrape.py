@@ -14,6 +14,9 @@ from kvpilot.engine.errors import KVPilotError
 from kvpilot.engine.stats import METRICS, Histogram, Series, StatsSnapshot
 from kvpilot.exporter.collector import MODEL_LABEL, PREFIX, TIME_METRIC
 
+# Servers close idle connections after some seconds, uvicorn after 5: not just when one is used again.
+IDLE_CONNECTION_SECONDS = 2.0
+
 
 class ScrapeError(KVPilotError, ValueError):
     """The metrics cannot be had or are not what this version expects; the message names the metric."""

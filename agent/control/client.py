@@ -12,9 +12,7 @@ import httpx
 from kvpilot.engine.config import KnobBounds
 from kvpilot.engine.errors import ConfigError, KnobInvalidError, KnobStaleError, KVPilotError
 from kvpilot.engine.stats import StatsSnapshot
-from kvpilot.exporter.scrape import ScrapeError, Scraper
-
-IDLE_CONNECTION_SECONDS = 2.0
+from kvpilot.exporter.scrape import IDLE_CONNECTION_SECONDS, ScrapeError, Scraper
 
 
 class EngineUnavailableError(KVPilotError):
@@ -52,7 +50,6 @@ class EngineClient:
     def __init__(self, *, url: str, admin_url: str, token: str, timeout_seconds: float = 5.0) -> None:
         self._knobs_url = f"{_checked_url(admin_url, 'admin_url')}/admin/knobs"
         self._headers = {"Authorization": f"Bearer {token}"}
-        # Servers close idle connections after some seconds, uvicorn after 5: not just when one is used again.
         limits = httpx.Limits(keepalive_expiry=IDLE_CONNECTION_SECONDS)
         self._http = httpx.Client(timeout=timeout_seconds, limits=limits, trust_env=False)
         self._scraper = Scraper(f"{_checked_url(url, 'url')}/metrics", client=self._http)

@@ -7,7 +7,6 @@ from typing import Protocol
 import httpx
 
 from kvpilot.agent.control.client import (
-    IDLE_CONNECTION_SECONDS,
     EngineClient,
     KnobState,
     PatchResult,
@@ -18,7 +17,7 @@ from kvpilot.engine.config import EngineConfig, KnobBounds, knob_bounds
 from kvpilot.engine.errors import ConfigError, KnobInvalidError
 from kvpilot.engine.stats import StatsSnapshot
 from kvpilot.exporter.adapters import ADAPTERS, AdaptedSource, Adapter
-from kvpilot.exporter.scrape import ScrapeError
+from kvpilot.exporter.scrape import IDLE_CONNECTION_SECONDS, ScrapeError
 from kvpilot.exporter.source import ScrapeSource, Source, SourceError
 
 STARTED_WITH = ("max_batch", "kv_level")  # what must be known to propose anything better

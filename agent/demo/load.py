@@ -1,15 +1,14 @@
 """Drives sessions against an OpenAI server, streaming, and accounts for every request."""
 
 import asyncio
-import json
 import time
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 
 import httpx
 
-from kvpilot.agent.control.client import IDLE_CONNECTION_SECONDS
 from kvpilot.agent.demo.traffic import Session, Turn
+from kvpilot.env.replay.completions import BUSY, STREAMED, StreamEvent, stream_client, stream_events
 
 MAX_ATTEMPTS = 8  # of a request that is refused with 429 or 503
 MAX_RETRY_SECONDS = 5.0  # a demo does not wait longer, whatever Retry-After says
@@ -81,13 +80,7 @@ class LoadRun:
 
     async def drive(self, sessions: list[Session], drain_seconds: float) -> None:
         """Returns when every turn has ended, at the latest `drain_seconds` after `end_seconds`."""
-        limits = httpx.Limits(
-            max_connections=None,
-            max_keepalive_connections=64,
-            keepalive_expiry=IDLE_CONNECTION_SECONDS,  # a request on one that the server is closing would be lost
-        )
-        timeout = httpx.Timeout(10.0, read=None)
-        async with httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False) as http:
+        async with stream_client() as http:
             tasks = [asyncio.create_task(self._session(http, session)) for session in sessions]
             try:
                 remaining = self.end_seconds + drain_seconds - self.now()
@@ -124,8 +117,7 @@ class LoadRun:
             "max_tokens": turn.answer_tokens,
             "temperature": 0,
             "ignore_eos": True,  # the same number of tokens in both runs
-            "stream": True,
-            "stream_options": {"include_usage": True},
+            **STREAMED,
         }
         try:
             for _ in range(MAX_ATTEMPTS):
@@ -133,7 +125,7 @@ class LoadRun:
                     if response.status_code == 200:
                         return await self._read(response, result)
                     detail = (await response.aread()).decode(errors="replace")
-                if response.status_code not in (429, 503):
+                if response.status_code not in BUSY:
                     result.status, result.error = Status.FAILED, f"{response.status_code}: {detail:.200}"
                     return ""
                 result.refusals += 1
@@ -145,31 +137,23 @@ class LoadRun:
 
     async def _read(self, response: httpx.Response, result: TurnResult) -> str:
         pieces: list[str] = []
-        async for line in response.aiter_lines():
-            if not line.startswith("data:"):
-                continue
-            data = line[5:].strip()
-            if data == "[DONE]":
-                result.end, result.status = self.now(), Status.DONE
-                continue  # to the end of the body, or the connection cannot be used again
-            self._take(json.loads(data), pieces, result)
+        async for event in stream_events(response):
+            if event.error:
+                result.status, result.error = Status.FAILED, f"the server says: {event.error}"
+                return ""
+            self._take(event, pieces, result)
         if result.status is not Status.DONE:
             result.status, result.error = Status.FAILED, "the stream ended before [DONE]"
         return "".join(pieces)
 
-    def _take(self, event: dict, pieces: list[str], result: TurnResult) -> None:
-        if "error" in event:
-            raise httpx.StreamError(f"the server says: {event['error']}")
-        for choice in event.get("choices", ()):
-            text = choice.get("delta", {}).get("content")
-            if text:
-                result.first_token = result.first_token or self.now()
-                pieces.append(text)
-        usage = event.get("usage")
-        if usage:
-            result.answer_tokens = usage["completion_tokens"]
-            result.prompt_tokens = usage["prompt_tokens"]
-            result.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    def _take(self, event: StreamEvent, pieces: list[str], result: TurnResult) -> None:
+        if event.is_end:
+            result.end, result.status = self.now(), Status.DONE
+        if event.text:
+            result.first_token = result.first_token or self.now()
+            pieces.append(event.text)
+        if event.usage:
+            result.prompt_tokens, result.answer_tokens, result.cached_tokens = event.usage
 
 
 def _retry_after(response: httpx.Response) -> float:

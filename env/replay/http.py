@@ -1,7 +1,6 @@
 """A trace against an OpenAI-compatible server, in real time and open loop: nobody waits for an answer to send."""
 
 import asyncio
-import json
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import httpx
 
 from kvpilot.engine.errors import ConfigError, KVPilotError
 from kvpilot.engine.stats import StatsSnapshot
+from kvpilot.env.replay.completions import BUSY, STREAMED, stream_client, stream_events
 from kvpilot.env.replay.limits import check_number
 from kvpilot.env.replay.result import CUT_OFF, DONE, FAILED, REFUSED, REQUEST_COLUMNS, ReplayResult
 from kvpilot.env.replay.summary import summarize
@@ -113,7 +113,7 @@ class _Run:
 
     def _body(self, prompt: list[int] | str, max_tokens: int) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.replay.model, "prompt": prompt, "max_tokens": max_tokens}
-        body |= {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+        body |= {"temperature": 0, **STREAMED}
         return body | ({"ignore_eos": True} if self.ignore_eos else {})
 
     # ------------------------------------------------------------------ sending
@@ -154,8 +154,7 @@ class _Run:
                     await self._read(request, response)
                 else:
                     detail = (await response.aread()).decode(errors="replace")
-                    is_full = response.status_code in (429, 503)
-                    request.status = REFUSED if is_full else FAILED
+                    request.status = REFUSED if response.status_code in BUSY else FAILED
                     self._note(request.status, f"HTTP {response.status_code}", detail)
         except httpx.HTTPError as error:
             request.status = FAILED
@@ -163,26 +162,19 @@ class _Run:
         self.num_ended += 1
 
     async def _read(self, request: _Sent, response: httpx.Response) -> None:
-        async for line in response.aiter_lines():
-            if not line.startswith("data:"):
-                continue
-            data = line[5:].strip()
-            if data == "[DONE]":
-                request.status = DONE
-                continue  # to the end of the body, or the connection cannot be used again
-            event = json.loads(data)
-            if "error" in event:
+        async for event in stream_events(response):
+            if event.error:
                 request.status = FAILED
-                self._note(FAILED, "error event in the stream", str(event["error"]))
+                self._note(FAILED, "error event in the stream", event.error)
                 return
-            if event.get("choices"):
+            if event.is_end:
+                request.status = DONE
+            if event.text is not None:
                 request.last = self.now()
                 request.first = request.first or request.last
                 request.output_tokens += 1  # until the usage says better
-            if usage := event.get("usage"):
-                request.prompt_tokens = usage["prompt_tokens"]
-                request.output_tokens = usage["completion_tokens"]
-                request.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            if event.usage:
+                request.prompt_tokens, request.output_tokens, request.cached_tokens = event.usage
 
     def _note(self, status: str, reason: str, detail: str) -> None:
         self.reasons[status][reason] += 1
@@ -210,11 +202,7 @@ async def _replay(
     transport: httpx.AsyncBaseTransport | None,
 ) -> ReplayResult:
     text = SyntheticText(trace, vocab_size=replay.vocab_size, seed=replay.seed)
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-    timeout = httpx.Timeout(10.0, read=None)
-    async with httpx.AsyncClient(
-        limits=limits, timeout=timeout, trust_env=False, transport=transport
-    ) as http:
+    async with stream_client(transport) as http:
         run = _Run(trace, replay, http, text)
         await run.probe()
         snapshots: list[StatsSnapshot] = []

@@ -1,4 +1,5 @@
 import asyncio
+import json
 
 from kvpilot.agent.demo.load import LoadRun, Status
 from kvpilot.agent.demo.traffic import PHASES, Session, Turn, make_sessions
@@ -52,6 +53,13 @@ def test_a_broken_stream_and_a_dead_server_are_failures(engine):
     engine.stop()
     load = drive(engine, [chat(1), chat(1, number=1)])
     assert load.counts() == {"done": 0, "refused": 0, "failed": 2, "cut off": 0}
+
+
+def test_an_error_within_a_stream_is_a_failure_and_said(engine):
+    engine.chat_events = lambda body: [json.dumps({"error": {"message": "out of memory"}})]
+    load = drive(engine, [chat(2)])
+    assert [result.status for result in load.results] == [Status.FAILED]
+    assert "out of memory" in (load.results[0].error or "")
 
 
 def test_no_turn_starts_after_the_end(engine):
