@@ -5,11 +5,15 @@ class KVPilotError(Exception):
     """Base of all errors that kvpilot raises on purpose."""
 
 
-class ConfigError(KVPilotError, ValueError):
+class InputError(KVPilotError):
+    """What the user named cannot be used: an option, a setting, a file. The command line then exits with 2, not 1."""
+
+
+class ConfigError(InputError, ValueError):
     """A configuration value is out of bounds; the message names field, value and bounds."""
 
 
-class ModelError(KVPilotError):
+class ModelError(InputError):
     """A model cannot be found, fetched or read."""
 
 
@@ -33,7 +37,7 @@ class EngineClosedError(KVPilotError):
     """The engine is draining or has stopped (HTTP 503)."""
 
 
-class KnobInvalidError(KVPilotError, ValueError):
+class KnobInvalidError(InputError, ValueError):
     """A knob value is refused (HTTP 422); nothing was applied."""
 
     def __init__(self, field: str, value: object, bounds: str) -> None:

@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from kvpilot.agent.commands.replay import check_out
 from kvpilot.agent.commands.traffic_options import (
     Jobs,
     OneTrace,
@@ -26,6 +25,7 @@ def register(app: typer.Typer) -> None:
     app.command()(evaluate)
 
 
+# Long: a parameter per flag.
 def evaluate(
     tuned: Annotated[Path, Option(help="What `autotune tune` found on the same workloads.")],
     policy: Annotated[
@@ -71,6 +71,7 @@ def evaluate(
     from kvpilot.agent.evaluation.runs import workload_hash
     from kvpilot.agent.policies.spec import parse_spec
     from kvpilot.agent.tune.result import read_tuned
+    from kvpilot.env.replay.compare import check_out
 
     check_out(out, ".json")
     found = read_tuned(tuned)

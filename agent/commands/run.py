@@ -1,11 +1,10 @@
-"""`autotune run`, `autotune audit`, `autotune safe-mode`."""
+"""`autotune run`."""
 
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer import Argument, Option
+from typer import Option
 
 from kvpilot.engine.errors import ConfigError
 
@@ -14,10 +13,9 @@ ENGINE, LOOP, SIDECAR = "The engine", "The loop", "The sidecar"
 
 def register(app: typer.Typer) -> None:
     app.command()(run)
-    app.command()(audit)
-    app.command("safe-mode")(safe_mode)
 
 
+# Long: a parameter per flag, without defaults: what is not given is for the environment or the file to say.
 def run(
     config: Annotated[
         Path | None, Option(help="YAML, TOML or JSON; flags and KVPILOT_* variables win over it.")
@@ -210,76 +208,3 @@ def _labels(pairs: list[str] | None, option: str = "selector", form: str = "LABE
             raise ConfigError(f"{option}={pair!r} is invalid: expected {form}")
         labels[name] = value
     return labels
-
-
-def audit(
-    file: Annotated[Path, Argument(help="What `autotune run --audit` wrote.")],
-    outcome: Annotated[
-        list[str] | None, Option(help="Only these: applied, held, stepped-back, ...; may be repeated.")
-    ] = None,
-    reason: Annotated[
-        list[str] | None, Option(help="Only what this held or shrunk: step, slo-violated, ...")
-    ] = None,
-    knob: Annotated[list[str] | None, Option(help="Only decisions about this knob.")] = None,
-    since: Annotated[
-        str | None, Option(metavar="MINUTES | DATE", help="Minutes ago, or 2026-01-31T12:00:00 (local time).")
-    ] = None,
-    last: Annotated[int | None, Option(min=1, help="Only so many, the newest.")] = None,
-    as_json: Annotated[bool, Option("--json", help="The records as they are.")] = False,
-    replay: Annotated[
-        bool, Option("--replay", help="Take every decision again and compare; exit code 1 if one differs.")
-    ] = False,
-) -> None:
-    """Explain the decisions of a log: what was wanted, what was written, and what held or shrunk it.
-
-    autotune audit autotune-audit.jsonl --knob kv_level --last 20
-
-    autotune audit autotune-audit.jsonl --replay
-    """
-    from kvpilot.agent.control.audit_table import AuditConfig, run_audit
-
-    config = AuditConfig(
-        file=file,
-        outcomes=tuple(outcome or ()),
-        reasons=tuple(reason or ()),
-        knobs=tuple(knob or ()),
-        since=_moment(since),
-        last=last,
-        as_json=as_json,
-        replay=replay,
-    )
-    raise typer.Exit(run_audit(config))
-
-
-def _moment(since: str | None) -> float | None:
-    """Unix time."""
-    if since is None:
-        return None
-    try:
-        return time.time() - 60 * float(since)
-    except ValueError:
-        pass
-    try:
-        return time.mktime(time.strptime(since, "%Y-%m-%dT%H:%M:%S"))
-    except ValueError:
-        raise ConfigError(f"since={since!r} is invalid: expected minutes, or 2026-01-31T12:00:00") from None
-
-
-def safe_mode(
-    state: Annotated[Path, Option(help="The state file of `autotune run`.")] = Path("autotune-state.json"),
-    leave: Annotated[
-        bool, Option("--leave", help="Release the latch and forget the reverts; a running loop sees it.")
-    ] = False,
-) -> None:
-    """Say whether safe mode is latched, and why; --leave lets the loop act again.
-
-    autotune safe-mode --state autotune-state.json --leave
-    """
-    from kvpilot.agent.control.state import SafeState, StateFile
-
-    file = StateFile(state)
-    if leave:
-        file.write(SafeState(trial=file.read().trial))
-    saved = file.read()
-    typer.echo(f"latched: {saved.safe_mode}" if saved.safe_mode else "not latched")
-    typer.echo(f"{len(saved.reverts)} reverts remembered")

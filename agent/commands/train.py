@@ -23,6 +23,7 @@ def register(app: typer.Typer) -> None:
     app.command()(train)
 
 
+# Long: a parameter per flag.
 def train(
     traces: Traces = None,
     workload: WorkloadFiles = None,

@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from kvpilot.agent.commands.replay import check_out
 from kvpilot.agent.commands.traffic_options import (
     Jobs,
     OneTrace,
@@ -26,6 +25,7 @@ def register(app: typer.Typer) -> None:
     app.command()(tune)
 
 
+# Long: a parameter per flag.
 def tune(
     traces: Traces = None,
     workload: WorkloadFiles = None,
@@ -101,6 +101,7 @@ def tune(
     from kvpilot.agent.tune.command import run_tune
     from kvpilot.agent.tune.config import QUICK, Effort, TuneConfig
     from kvpilot.agent.tune.search import Limits
+    from kvpilot.env.replay.compare import check_out
 
     check_out(out, ".json")
     traffic = chosen_traffic(

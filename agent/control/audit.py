@@ -6,11 +6,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvpilot.engine.errors import KVPilotError
+from kvpilot.engine.errors import InputError, KVPilotError
 
 
 class AuditError(KVPilotError):
     """A line could not be written; the caller must not act."""
+
+
+class AuditFileError(AuditError, InputError):
+    """The file that was named can neither be written nor read, or is none of ours."""
 
 
 class AuditLog:
@@ -20,11 +24,11 @@ class AuditLog:
         self.path = path
 
     def check(self) -> None:
-        """Raises AuditError if nothing can be written; to be asked before the loop starts."""
+        """Raises AuditFileError if nothing can be written; to be asked before the loop starts."""
         try:
             self._append(b"")
         except OSError as error:
-            raise self._failure(error) from error
+            raise AuditFileError(self._failure(error)) from error
 
     def write(self, record: dict[str, object]) -> None:
         """Appends one line, or raises AuditError. The file is opened anew each time: it may be rotated."""
@@ -32,10 +36,10 @@ class AuditLog:
         try:
             self._append(line)
         except OSError as error:
-            raise self._failure(error) from error
+            raise AuditError(self._failure(error)) from error
 
-    def _failure(self, error: OSError) -> AuditError:
-        return AuditError(f"audit={str(self.path)!r} cannot be written: {error.strerror or error}")
+    def _failure(self, error: OSError) -> str:
+        return f"audit={str(self.path)!r} cannot be written: {error.strerror or error}"
 
     def _append(self, line: bytes) -> None:
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o640)
@@ -62,7 +66,7 @@ class AuditLine(NamedTuple):
 def read_audit(path: Path, on_torn: Callable[[int], None] = lambda number: None) -> Iterator[AuditLine]:
     """The records in order. A line torn by a crash or a full disk is told by its number and left out.
 
-    Raises AuditError if the file cannot be read, or holds no record at all.
+    Raises AuditFileError if the file cannot be read, or holds no record at all.
     """
     found = 0
     try:
@@ -79,6 +83,6 @@ def read_audit(path: Path, on_torn: Callable[[int], None] = lambda number: None)
                 else:
                     on_torn(number)
     except OSError as error:
-        raise AuditError(f"audit={str(path)!r} cannot be read: {error.strerror}") from error
+        raise AuditFileError(f"audit={str(path)!r} cannot be read: {error.strerror}") from error
     if not found:
-        raise AuditError(f"audit={str(path)!r} holds no decision: expected what `autotune run` wrote")
+        raise AuditFileError(f"audit={str(path)!r} holds no decision: expected what `autotune run` wrote")

@@ -97,7 +97,9 @@ class EngineClient:
             case 200 if answer is not None:
                 return answer
             case 401 | 403:
-                raise UnauthorizedError(f"{self._knobs_url} refuses the token: check --token-file")
+                raise UnauthorizedError(
+                    f"{self._knobs_url} refuses the token: expected that of `autotune serve`"
+                )
             case 409 if answer is not None:
                 expected = (body or {}).get("expected_revision")
                 current = answer.get("current", answer.get("revision"))

@@ -29,6 +29,7 @@ from kvpilot.agent.control.nouns import Mode
 from kvpilot.agent.guard import GuardLimits, SloLimits, intervals
 from kvpilot.engine.config import KNOB_NAMES
 from kvpilot.engine.errors import ConfigError
+from kvpilot.engine.server.token import DEFAULT_TOKEN_FILE
 from kvpilot.k8s.control_document import ControlDocument
 from kvpilot.k8s.control_source import ACCOUNT_FOLDER
 
@@ -137,7 +138,7 @@ class RunSettings(BaseSettings):
     target: Literal["kvpilot", "vllm", "sglang"] = "kvpilot"
     url: str = "http://127.0.0.1:8000"  # of the public API: /metrics is read there
     admin_url: str = "http://127.0.0.1:8001"
-    token_file: Path = Path("~/.kvpilot/admin.token")
+    token_file: Path = DEFAULT_TOKEN_FILE
     admin_token: SecretStr | None = None  # instead of the file
     started_with: dict[KnobName, float] = Field(default_factory=dict)  # what vLLM or SGLang was started with
     timeout_seconds: Annotated[float, Field(ge=0.1, le=60)] = 5.0  # of each request to the engine

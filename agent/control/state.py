@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvpilot.agent.guard import Watch
-from kvpilot.engine.errors import KVPilotError
+from kvpilot.engine.errors import InputError
 from kvpilot.engine.files import whole_file
 
 
-class StateError(KVPilotError):
+class StateError(InputError):
     """The state file cannot be read or written; the message says why and what to do."""
 
 

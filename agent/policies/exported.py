@@ -14,7 +14,7 @@ from safetensors.numpy import load, save
 
 from kvpilot.agent.policies.numpy_network import NumpyNetwork
 from kvpilot.engine.config import KNOB_NAMES, KnobBounds
-from kvpilot.engine.errors import ConfigError, KVPilotError
+from kvpilot.engine.errors import ConfigError, InputError, KVPilotError
 from kvpilot.engine.files import write_whole
 from kvpilot.env.observation import Observation
 from kvpilot.env.policy import KnobValues, Proposal
@@ -29,7 +29,7 @@ TOLERANCE = 0.1  # of the unit in which all features are: beyond the envelope by
 Floats = NDArray[np.float32]
 
 
-class PolicyFormError(KVPilotError, ValueError):
+class PolicyFormError(InputError, ValueError):
     """A file is no exported policy, or one for another system; the message names the field and the remedy."""
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from kvpilot.engine.errors import ConfigError, KVPilotError
+from kvpilot.engine.errors import ConfigError
 
 ACTIONS = ("portfolio", "absolute", "delta")
 MAX_MEMBERS = 100
@@ -191,7 +191,7 @@ def read_config(path: Path, base: TrainConfig | None = None) -> TrainConfig:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
         return _from_values(base or TrainConfig(), values)
     except OSError as error:
-        raise KVPilotError(f"{path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
     except ConfigError as error:

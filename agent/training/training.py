@@ -11,7 +11,7 @@ from typing import Any
 from kvpilot.agent.jobs.workers import StoppedError
 from kvpilot.agent.policies.exported import load_exported
 from kvpilot.agent.training.config import TrainConfig, read_config, to_toml
-from kvpilot.agent.training.errors import TrainingError
+from kvpilot.agent.training.errors import FolderError
 from kvpilot.agent.training.export import provenance
 from kvpilot.agent.training.request import TrainRequest
 from kvpilot.agent.training.rounds import demonstrate
@@ -81,7 +81,7 @@ def _conclude(
 
 
 def open_folder(request: TrainRequest, *, resume: bool) -> None:
-    """Begins a folder for this request, or checks that it is the one to go on with. Raises TrainingError."""
+    """Begins a folder for this request, or checks that it is the one to go on with. Raises FolderError."""
     out, config, inputs = request.out, request.out / CONFIG, request.out / INPUTS
     values = {
         "static_best": request.tuned.static_best.name,  # what is no result of tuning is refused here
@@ -90,20 +90,20 @@ def open_folder(request: TrainRequest, *, resume: bool) -> None:
     }
     if not config.exists():
         if resume:
-            raise TrainingError(f"{out} holds no training to resume: there is no {config}")
+            raise FolderError(f"{out} holds no training to resume: there is no {config}")
         out.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(request.tuned_path, out / TUNED)
         write_json(inputs, values)
         config.write_text(to_toml(request.config), encoding="utf-8")
         return
     if not resume:
-        raise TrainingError(f"{out} holds a training: go on with --resume, or name another folder with --out")
+        raise FolderError(f"{out} holds a training: go on with --resume, or name another folder with --out")
     if read_config(config) != request.config:
-        raise TrainingError(f"{config} differs from this config: leave --config out, or name another --out")
+        raise FolderError(f"{config} differs from this config: leave --config out, or name another --out")
     begun = json.loads(inputs.read_text(encoding="utf-8"))
     changed = [name for name, value in values.items() if begun.get(name) != value]
     if changed:
-        raise TrainingError(
+        raise FolderError(
             f"{out} was begun with other {' and '.join(changed)}: name the same --tuned and traffic, or another --out"
         )
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from kvpilot.agent.policies.hysteresis import HysteresisConfig
 from kvpilot.engine.config import KNOB_NAMES
-from kvpilot.engine.errors import ConfigError, KVPilotError
+from kvpilot.engine.errors import ConfigError, InputError, KVPilotError
 from kvpilot.engine.files import write_whole
 
 FORM = 1  # rises when a reader of older files would misread newer ones
 
 
-class TunedFormError(KVPilotError, ValueError):
+class TunedFormError(InputError, ValueError):
     """A file is not what tuning wrote, or not for this use; the message names file, field and remedy."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvpilot.engine.errors import ConfigError, KVPilotError
+from kvpilot.engine.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     import optuna
@@ -17,7 +17,7 @@ FORM_ATTRIBUTE, INPUTS_ATTRIBUTE, WORKER_ATTRIBUTE = "kvpilot_study", "inputs", 
 JOURNAL_SUFFIXES = (".journal", ".jsonl", ".log")
 
 
-class StudyError(KVPilotError):
+class StudyError(InputError):
     """A study cannot be read, or is not one of this version and these inputs."""
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from kvpilot.engine.errors import ConfigError
 
 ENVIRONMENT_VARIABLE = "KVPILOT_ADMIN_TOKEN"
+DEFAULT_TOKEN_FILE = Path("~/.kvpilot/admin.token")  # of `autotune serve`, `run` and `knobs` alike
 MIN_LENGTH = 16
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TextIO
 
 from kvpilot.engine.config import EngineConfig
 from kvpilot.engine.engine import Engine
-from kvpilot.engine.errors import KVPilotError
+from kvpilot.engine.errors import InputError, KVPilotError
 from kvpilot.engine.kv.formats import PageShape
 from kvpilot.engine.kv.storage import CountingStorage, PageStorage
 from kvpilot.engine.request import SampledToken, ScheduledRequest, StepOutput
@@ -90,5 +90,5 @@ def read_steps(path: Path) -> list[MeasuredStep]:
             values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
             steps.append(MeasuredStep(features=StepFeatures(**values), **record))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise KVPilotError(f"{path}: line {number}: not a measured step ({error})") from error
+            raise InputError(f"{path}: line {number}: not a measured step ({error})") from error
     return steps

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvpilot.engine.errors import ConfigError, KVPilotError
+from kvpilot.engine.errors import ConfigError, InputError, KVPilotError
 from kvpilot.engine.files import write_whole
 from kvpilot.env.slo import Slo
 
@@ -30,7 +30,7 @@ REQUEST_COLUMNS = (
 )
 
 
-class ReplayFormError(KVPilotError, ValueError):
+class ReplayFormError(InputError, ValueError):
     """A file is not a replay's result; the message names file and field."""
 
 

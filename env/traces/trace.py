@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpilot.engine.errors import KVPilotError
+from kvpilot.engine.errors import InputError
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.floating[Any]]
 
 
-class TraceError(KVPilotError, ValueError):
+class TraceError(InputError, ValueError):
     """A trace is malformed; the message names file and line or the row, the field and the value."""
 
 

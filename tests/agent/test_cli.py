@@ -158,7 +158,7 @@ def test_a_refused_knob_names_field_value_and_bounds(engine, token, tmp_path):
     (tmp_path / "token").write_text(token)
     where = ("--admin-url", engine.url, "--token-file", str(tmp_path / "token"))
     done = autotune("knobs", "set", "kv_level=9", *where)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "kv_level=9 is invalid: expected an integer in [0, 2]" in done.stderr
     stale = autotune("knobs", "set", "kv_level=1", "--expected-revision", "99", *where)
     assert stale.returncode == 1

@@ -144,11 +144,11 @@ def test_convert_to_other_blocks(data, tmp_path):
 @pytest.mark.parametrize(
     ("args", "code", "says"),
     [
-        (("info", "/nonexistent"), 1, "/nonexistent: no such file"),
-        (("convert", "/nonexistent", "o.txt"), 1, "output='o.txt' is invalid"),
+        (("info", "/nonexistent"), 2, "/nonexistent: no such file"),
+        (("convert", "/nonexistent", "o.txt"), 2, "output='o.txt' is invalid"),
         (
             ("compose", "/nonexistent", "--combine", "blend", "-o", "o.jsonl"),
-            1,
+            2,
             "--combine='blend' is invalid",
         ),
     ],
