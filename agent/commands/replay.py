@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from kvpilot.agent.commands.given import given_flags
 from kvpilot.agent.commands.replay_options import (
     DEFAULT_PROFILE,
     Eviction,
@@ -105,7 +106,9 @@ def replay(
     from kvpilot.env.replay.result import Slo
 
     if compare:
-        _refuse_replay_options(context)
+        given = given_flags(context, but=("files", "out", "compare"))
+        if given:  # they say how to replay, and --compare replays nothing
+            raise ConfigError(f"{', '.join(given)} with --compare: expected only results and --out")
         raise typer.Exit(run_compare(files, out or Path("compared.html")))
     if len(files) != 1:
         raise ConfigError(
@@ -147,16 +150,3 @@ def replay(
         drain_seconds=drain,
     )
     raise typer.Exit(run_replay(config))
-
-
-def _refuse_replay_options(context: typer.Context) -> None:
-    """They say how to replay, and --compare replays nothing."""
-    given = [
-        option.opts[0]
-        for option in context.command.params
-        if option.name not in ("files", "out", "compare")
-        and (source := context.get_parameter_source(option.name or ""))
-        and source.name == "COMMANDLINE"
-    ]
-    if given:
-        raise ConfigError(f"{', '.join(given)} with --compare: expected only results and --out")

@@ -1,5 +1,6 @@
 """Writing traces."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from kvpilot.engine.files import whole_file
@@ -29,3 +30,14 @@ def check_output(path: Path) -> None:
         )
     if not path.parent.is_dir():
         raise TraceError(f"output={str(path)!r} is invalid: there is no folder {path.parent}")
+
+
+def check_target(path: Path, inputs: Iterable[Path]) -> None:
+    """Raise TraceError where writing would overwrite what is read, or a folder."""
+    if path.is_dir():
+        raise TraceError(f"{path}: is a folder: expected the name of a file to write")
+    for source in inputs:
+        if path.exists() and source.exists() and path.samefile(source):
+            raise TraceError(
+                f"{path}: is the same file as the source {source}: expected another name to write to"
+            )

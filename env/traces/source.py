@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import lzma
+import os
 import tarfile
 import zlib
 from collections.abc import Iterator
@@ -21,6 +22,20 @@ class BadRecord(Exception):  # noqa: N818 - becomes a TraceError, or a count
     """A record cannot be used: which field, and why."""
 
 
+def check_input(path: Path) -> None:
+    """Raises TraceError for what is no file with something in it that may be read."""
+    if path.is_dir():
+        raise TraceError(f"{path}: is a folder: expected a file")
+    if not path.exists():
+        raise TraceError(f"{path}: no such file")
+    if not path.is_file():
+        raise TraceError(f"{path}: is a device or a pipe: expected a regular file")
+    if not os.access(path, os.R_OK):
+        raise TraceError(f"{path}: may not be read: see its permissions")
+    if path.stat().st_size == 0:
+        raise TraceError(f"{path}: the file is empty: there is no request in it")
+
+
 class Source:
     """One input file, and the count of what was dropped from it."""
 
@@ -29,8 +44,7 @@ class Source:
         self.skip_bad = skip_bad
         self.num_skipped = 0
         self.first_skipped = ""
-        if not path.is_file():
-            raise TraceError(f"{path}: no such file")
+        check_input(path)
 
     @contextmanager
     def open(self) -> Iterator[BinaryIO]:

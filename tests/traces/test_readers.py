@@ -366,7 +366,7 @@ def test_a_malformed_session(data, tmp_path, edit, place, left):
     [
         ("what is this?\n", "auto", "line 1: cannot tell the format of 'what is this?'"),
         ('{"a": 1}\n', "auto", "line 1: cannot tell the format"),
-        ("", "auto", "line 1: cannot tell the format of ''"),
+        ("", "auto", "the file is empty"),
         ("", "mooncake", "no request in it"),
         ("{}\n", "csv", "format='csv' is invalid: expected auto, mooncake"),
     ],
