@@ -1,12 +1,12 @@
 """Everything that matters to a training run, in one place; saved beside its result."""
 
 import math
-import tomllib
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from kvpilot.engine.errors import ConfigError
+from kvpilot.env.table import TableReader, read_table
 
 ACTIONS = ("portfolio", "absolute", "delta")
 MAX_MEMBERS = 100
@@ -187,46 +187,7 @@ def quick(*, one_workload: bool = True) -> TrainConfig:
 
 def read_config(path: Path, base: TrainConfig | None = None) -> TrainConfig:
     """TOML with a subset of the fields, over `base`. Raises ConfigError naming file, field and value."""
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-        return _from_values(base or TrainConfig(), values)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
-
-
-def _from_values(base: Any, values: dict[str, Any]) -> Any:
-    hints = get_type_hints(type(base))
-    unknown = sorted(set(values) - {f.name for f in fields(base)})
-    if unknown:
-        known = ", ".join(f.name for f in fields(base))
-        raise ConfigError(f"{unknown[0]}={values[unknown[0]]!r} is invalid: expected one of {known}")
-    changes = {name: _typed(base, name, hints[name], value) for name, value in values.items()}
-    return replace(base, **changes)
-
-
-def _typed(base: Any, name: str, kind: Any, value: Any) -> Any:
-    current = getattr(base, name)
-    if is_dataclass(current):
-        if not isinstance(value, dict):
-            raise ConfigError(f"{name}={value!r} is invalid: expected a table")
-        return _from_values(current, value)
-    if isinstance(current, tuple):
-        inner = get_args(kind)[0]
-        if inner is float and isinstance(value, list):
-            value = [float(part) if type(part) is int else part for part in value]
-        if not isinstance(value, list) or not all(type(part) is inner for part in value):
-            raise ConfigError(f"{name}={value!r} is invalid: expected a list of {inner.__name__}")
-        return tuple(value)
-    expected = next(part for part in (get_args(kind) or (kind,)) if part is not type(None))
-    if expected is float and type(value) is int:
-        value = float(value)
-    if type(value) is not expected or (expected is float and not math.isfinite(value)):
-        raise ConfigError(f"{name}={value!r} is invalid: expected a finite {expected.__name__}")
-    return value
+    return TableReader(finite=True).build(TrainConfig, read_table(path), str(path), base or TrainConfig())
 
 
 def to_toml(config: TrainConfig) -> str:

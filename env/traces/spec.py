@@ -15,13 +15,12 @@ block_size = 512
 curve = { file = "rates.tar.xz", client = "language/m-large", seconds = 3600 }
 """
 
-import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin
 
+from kvpilot.engine.errors import ConfigError
+from kvpilot.env.table import TableReader, read_table
 from kvpilot.env.traces import compose
 from kvpilot.env.traces.detect import detect
 from kvpilot.env.traces.readers import ReadOptions, read_trace
@@ -142,54 +141,16 @@ def _curve(spec: CurveSpec) -> RateCurve:
 
 # ---------------------------------------------------------------------- TOML
 def load_spec(path: Path) -> ComposeSpec:
-    """A spec file; TraceError names an unknown or missing key. Files are relative to the spec."""
+    """A spec file; TraceError names what is wrong in it. Files are relative to the spec."""
+    reader = TableReader(folder=path.parent)
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise TraceError(f"{path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path}: not TOML ({error})") from None
-    sources = table.pop("sources", [])
-    if not isinstance(sources, list) or not all(isinstance(source, dict) for source in sources):
-        raise TraceError(f"{path}: sources is invalid: expected [[sources]] tables")
-    made = tuple(
-        _make(SourceSpec, source, f"{path}: source {k}", path.parent) for k, source in enumerate(sources, 1)
-    )
-    return _make(ComposeSpec, {**table, "sources": made}, str(path), path.parent)
-
-
-def _make(kind: type, table: Mapping[str, Any], place: str, folder: Path) -> Any:
-    values = dict(table)
-    known = {f.name: f for f in fields(kind)}
-    for name in values:
-        if name not in known:
-            raise TraceError(f"{place}: unknown key {name!r}: expected one of {', '.join(known)}")
-    if "file" in known:
-        if not isinstance(values.get("file"), str):
-            raise TraceError(f"{place}: file={values.get('file')!r} is invalid: expected a path")
-        values["file"] = folder / values["file"]
-    if isinstance(values.get("curve"), dict):
-        values["curve"] = _make(CurveSpec, values["curve"], f"{place}, curve", folder)
-    for name, value in values.items():
-        if isinstance(value, list):
-            values[name] = tuple(value)
-        _check_type(place, name, values[name], known[name].type)
-    return kind(**values)
-
-
-def _check_type(place: str, name: str, value: object, hint: Any) -> None:
-    """Of the plain fields; files, tables and sources are checked where they are made."""
-    kind = get_args(hint)[0] if isinstance(hint, UnionType) else hint
-    numbers = {int: int, float: (int, float), bool: bool, str: str}
-    if kind in numbers:
-        wrong = not isinstance(value, numbers[kind]) or (isinstance(value, bool) and kind is not bool)
-    elif get_origin(kind) is tuple and float in get_args(kind):
-        good = isinstance(value, tuple) and all(isinstance(x, int | float) for x in value)
-        wrong = not good or (... not in get_args(kind) and len(value) != len(get_args(kind)))  # pyright: ignore
-    else:
-        wrong = (
-            isinstance(hint, UnionType) and CurveSpec in get_args(hint) and not isinstance(value, CurveSpec)
-        )
-    if wrong:
-        expected = kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
-        raise TraceError(f"{place}: {name}={value!r} is invalid: expected {expected}")
+        table = read_table(path)
+        sources = table.pop("sources", [])
+        if not isinstance(sources, list) or not all(isinstance(source, dict) for source in sources):
+            raise TraceError(f"{path}: sources is invalid: expected [[sources]] tables")
+        made = [
+            reader.build(SourceSpec, source, f"{path}: source {k}") for k, source in enumerate(sources, 1)
+        ]
+        return reader.build(ComposeSpec, {**table, "sources": made}, str(path))
+    except ConfigError as error:
+        raise TraceError(str(error)) from error

@@ -1,7 +1,6 @@
 """Distributions of episodes: which regimes follow each other, and how much traffic each of them brings."""
 
 import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
@@ -12,6 +11,7 @@ import numpy as np
 
 from kvpilot.engine.errors import ConfigError
 from kvpilot.env.slo import Slo
+from kvpilot.env.table import TableReader, read_table
 from kvpilot.env.traces.servegen import RateCurve, read_rate_curve
 from kvpilot.env.tuning.episode import Episode
 from kvpilot.env.tuning.schedule import Schedule, merged
@@ -162,42 +162,16 @@ class Workload:
     def to_json(self) -> dict[str, Any]:
         return json.loads(json.dumps(asdict(self)))
 
-    @staticmethod
-    def from_json(values: Mapping[str, Any], folder: str | Path | None = None) -> "Workload":
-        """What `to_json` gave, or a TOML table of the same form. Raises ConfigError."""
-        table = dict(values)
-        try:
-            table["streams"] = {n: StreamSpec(**_tuples(s)) for n, s in table["streams"].items()}
-            table["regimes"] = {
-                n: Regime(seconds=tuple(r["seconds"]), levels=_tuples(r["levels"]))
-                for n, r in table["regimes"].items()
-            }
-            table["slo"] = Slo(**table.get("slo", {}))
-            if folder is not None:
-                table["folder"] = str(folder)
-            return Workload(**_tuples(table))
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(
-                f"the workload is malformed ({error}); docs/environment.md has an example"
-            ) from error
-
 
 def load_workload(path: Path, folder: Path | None = None) -> Workload:
-    """A TOML or JSON file; `folder` of the traces, if not the one it names (relative to the file)."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"workload {str(path)!r} cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"workload {str(path)!r} is malformed: expected a table")
-    return Workload.from_json(values, folder or path.parent / str(values.get("folder", ".")))
+    """A TOML or JSON file; `folder` of the traces, if not the one it names (relative to the file).
 
-
-def _tuples(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}
+    Raises ConfigError.
+    """
+    values = read_table(path)
+    folder = folder or path.parent / str(values.get("folder", "."))
+    place = f"workload {str(path)!r} is malformed"
+    return TableReader().build(Workload, {**values, "folder": str(folder)}, place)
 
 
 def _log_uniform(rng: np.random.Generator, between: Range) -> float:

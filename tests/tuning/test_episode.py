@@ -186,6 +186,16 @@ levels = { chat = [0.5, 0.8] }
         ('name = "mine"', "", "malformed.*name"),
         ('name = "mine"', "name = ", "cannot be read"),
         ('name = "mine"', 'name = "mine"\ncolour = 3', "malformed.*colour"),
+        (
+            'name = "mine"',
+            'name = "mine"\npool_bytes = "large"',
+            "pool_bytes='large' is invalid: expected int",
+        ),
+        (
+            "seconds = [3600, 3600]",
+            "seconds = [3600]",
+            r"seconds=\[3600\] is invalid: expected a list of 2 float",
+        ),
     ],
 )
 def test_wrong_files_are_refused(tmp_path, before, after, message):
