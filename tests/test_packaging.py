@@ -141,9 +141,9 @@ def test_every_command_names_extras_that_exist(requirements):
 
 
 def test_a_missing_package_is_said_by_its_extra(tmp_path):
-    program = "import sys; sys.modules['optuna'] = None; from kvpilot.agent.cli import main; main()"
-    command = [sys.executable, "-c", program, "tune", "--trace", "none.jsonl"]
+    program = "import sys; sys.modules['httpx'] = None; from kvpilot.agent.cli import main; main()"
+    command = [sys.executable, "-c", program, "knobs", "get"]
     told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
     assert told.returncode == 1
-    assert "`autotune tune` needs optuna" in told.stderr
-    assert "pip install 'kvpilot[train]'" in told.stderr
+    assert "`autotune knobs` needs httpx" in told.stderr
+    assert "pip install 'kvpilot[control]'" in told.stderr
