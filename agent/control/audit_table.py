@@ -154,9 +154,19 @@ def _clock(record: dict[str, Any]) -> str:
 
 
 def summary(lines: list[AuditLine]) -> str:
-    lines = [line for line in lines if line.kind == "decision"]
-    outcomes = Counter(line.record["outcome"] for line in lines)
-    reasons = Counter(entry["reason"] for line in lines for entry in line.record["constraints"])
+    kinds = Counter(line.kind for line in lines)
+    others = ((kinds["control"], "changes of what may be done"), (kinds["counterfactual"], "counterfactuals"))
+    beside = [f"{number} {name}" for number, name in others if number]
+    if beside and not kinds["decision"]:
+        return f"{', '.join(beside)}, 0 decisions."
+    decided = [line.record for line in lines if line.kind == "decision"]
+    outcomes = Counter(record["outcome"] for record in decided)
+    reasons = Counter(entry["reason"] for record in decided for entry in record["constraints"])
     parts = [f"{number} {name}" for name, number in outcomes.most_common()]
     held = ", ".join(f"{name} {number}" for name, number in reasons.most_common())
-    return f"{len(lines)} decisions: {', '.join(parts) or 'none'}. Held or shrunk by: {held or 'nothing'}."
+    return " ".join(
+        [
+            f"{len(decided)} decisions: {', '.join(parts) or 'none'}. Held or shrunk by: {held or 'nothing'}.",
+            *([f"Beside them {' and '.join(beside)}."] if beside else []),
+        ]
+    )

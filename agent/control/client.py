@@ -97,9 +97,7 @@ class EngineClient:
             case 200 if answer is not None:
                 return answer
             case 401 | 403:
-                raise UnauthorizedError(
-                    f"{self._knobs_url} refuses the token: expected that of `autotune serve`"
-                )
+                raise UnauthorizedError(f"{self._knobs_url} refuses the token: check token_file")
             case 409 if answer is not None:
                 expected = (body or {}).get("expected_revision")
                 current = answer.get("current", answer.get("revision"))

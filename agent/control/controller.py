@@ -1,7 +1,8 @@
 """The loop: observe -> propose -> constrain -> apply -> verify. Runs without torch, beside the engine.
 
 What is decided is `core.decide`, a function; here it meets the world. The loop leaves the knobs where they
-are whenever it stops, however it stops.
+are whenever it stops, however it stops. The file is long so that what happens when a step of a tick fails is read
+where the tick is.
 """
 
 import logging
@@ -18,6 +19,7 @@ from kvpilot.agent.control.audit import AuditError
 from kvpilot.agent.control.client import EngineUnavailableError, KnobState, UnauthorizedError
 from kvpilot.agent.control.core import Plan, decide
 from kvpilot.agent.control.deadline import DeadlinePolicy
+from kvpilot.agent.control.decision_log import DecisionLog
 from kvpilot.agent.control.latch import Latch
 from kvpilot.agent.control.nouns import (
     Control,
@@ -30,6 +32,7 @@ from kvpilot.agent.control.nouns import (
     memory_as_dict,
 )
 from kvpilot.agent.control.observer import Observer
+from kvpilot.agent.control.standing import Audit, Standing
 from kvpilot.agent.control.state import StateError, StateFile
 from kvpilot.agent.guard import GuardLimits, Memory, Reason, Refusal
 from kvpilot.agent.guard.review import step_back
@@ -42,12 +45,6 @@ __all__ = ["Controller", "Decision", "Engine", "Mode", "Outcome"]
 
 log = logging.getLogger("kvpilot.agent")
 MAX_BACKOFF = 8  # intervals between two ticks, while the engine does not answer
-
-
-class Audit(Protocol):
-    """AuditLog is the one on disk."""
-
-    def write(self, record: dict[str, object]) -> None: ...
 
 
 class Listener(Protocol):
@@ -86,23 +83,19 @@ class Controller:
         self.clock, self.unix_clock = clock, unix_clock
         self.observer = Observer(source or ScrapeSource(engine.scrape), clock)
         self._latch = Latch(state)
-        self.limits, self.window_seconds, self.decide_every = (
-            limits or GuardLimits(),
-            window_seconds,
-            decide_every,
-        )
+        self.limits, self.window_seconds = limits or GuardLimits(), window_seconds
         self.control = control or (lambda: fixed)
+        self._standing = Standing(audit, unix_clock)
+        self._decision_log = DecisionLog()
         self.listener = listener
         self.span = span or (lambda: nullcontext(lambda decision: None))
         self.how_to_restart = how_to_restart or (lambda knob, value: "see the engine's documentation")
         self.memory = Memory()
-        self._control: Control | None = None  # at the last tick
-        self._control_on_record: dict[str, object] | None = None  # in the audit log
         self.refused: Counter[Reason] = Counter()
         self.failures = 0  # ticks in a row without an answer of the engine
         self._deadline_seconds, self._fallback = deadline_seconds, fallback
         self.set_policy(policy)
-        self._ticks_to_decision = decide_every
+        self.decide_every = self._ticks_to_decision = decide_every
         self._revision: int | None = None  # the last one that this loop has seen or made
         self._in_doubt: dict[str, float | int] = {}  # written, but the answer was lost
         self._pending: dict[str, float | int] = {}  # accepted, not yet read back as effective
@@ -132,7 +125,7 @@ class Controller:
 
     def tick(self) -> Decision:
         """Observe, propose, constrain, apply, verify."""
-        control = self._follow_control()
+        control = self._standing.follow(self.control())
         try:
             state = self.engine.knobs()
         except (EngineUnavailableError, UnauthorizedError) as error:
@@ -163,39 +156,6 @@ class Controller:
         if plan.outcome is Outcome.PENDING:
             return self._apply(decision, inputs, replayable)
         return self._record(decision, inputs, replayable)
-
-    def _follow_control(self) -> Control:
-        """What may be done now; said when it changes, whether or not a decision is due."""
-        before, self._control = self._control, self.control()
-        control = self._control
-        if before is None or (before.mode, before.acts) != (control.mode, control.acts):
-            log.warning(
-                "mode %s: %s", control.mode, "decisions are written" if control.acts else "nothing is written"
-            )
-        for name, was, now in (
-            ("killed", before and before.killed, control.killed),
-            ("on hold", before and before.hold, control.hold),
-        ):
-            if (was or "") != now:
-                log.warning("%s: %s", name if now else f"no longer {name}", now or was)
-        self._record_control(control)
-        return control
-
-    def _record_control(self, control: Control) -> None:
-        """A line in the audit log whenever what may be done changes: in mode off there is no other."""
-        standing = {
-            "mode": control.mode.value,
-            "acts": control.acts,
-            "killed": control.killed,
-            "hold": control.hold,
-        }
-        if standing == self._control_on_record:
-            return
-        try:
-            self.audit.write({"kind": "control", "time": round(self.unix_clock(), 3), **standing})
-            self._control_on_record = standing
-        except AuditError as error:  # again at the next tick; without a log nothing is changed anyway
-            log.warning("%s", error)
 
     def _observe(self, control: Control, state: KnobState) -> Inputs:
         seen = self.observer.look(self.window_seconds, self.limits.slo)
@@ -320,12 +280,8 @@ class Controller:
         return self._tell(decision, inputs)
 
     def _audit(self, decision: Decision, kind: str, replayable: dict[str, Any] | None) -> None:
-        identity = {
-            "kind": kind,
-            "policy": self.policy.name,
-            "mode": self._control.mode.value if self._control else "",
-        }
-        record = {**identity, **decision.as_dict()}
+        mode = self._standing.control.mode.value if self._standing.control else ""
+        record = {"kind": kind, "policy": self.policy.name, "mode": mode, **decision.as_dict()}
         if replayable is not None:
             record["replay"] = replayable
         self.audit.write(record)
@@ -336,7 +292,7 @@ class Controller:
         bad = decision.outcome is Outcome.FAILED or self.failures or unaudited or decision.is_step_back
         level = logging.WARNING if bad else logging.INFO
         if decision.outcome is not Outcome.OBSERVED:
-            log.log(level, "%s", decision, extra={"decision": decision})
+            self._decision_log.say(decision, level)
         if self.listener is not None:
             self.listener(decision, self.memory, inputs)
         return decision

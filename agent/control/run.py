@@ -12,22 +12,16 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from kvpilot.agent.control.audit import AuditError, AuditLog
-from kvpilot.agent.control.config import (
-    RunSettings,
-    asked_decision_seconds,
-    decide_every,
-    guard_limits,
-    paces,
-    parse_listen,
-)
+from kvpilot.agent.control.config import RunSettings, parse_listen
 from kvpilot.agent.control.controller import Controller
+from kvpilot.agent.control.in_force import asked_decision_seconds, decide_every, guard_limits, paces
 from kvpilot.agent.control.loaded_policy import LoadedPolicy, load, load_source
 from kvpilot.agent.control.log_format import set_up_logging
 from kvpilot.agent.control.metrics import AgentMetrics
 from kvpilot.agent.control.nouns import Control, Decision, Inputs
 from kvpilot.agent.control.server import ControlServer, Heartbeat
 from kvpilot.agent.control.state import StateFile
-from kvpilot.agent.control.switches import DocumentFile, Switches
+from kvpilot.agent.control.switches import Switches
 from kvpilot.agent.control.targets import Target, make_target
 from kvpilot.agent.control.tracing import DecisionTracer
 from kvpilot.agent.counterfactual.loop import Counterfactual
@@ -37,6 +31,7 @@ from kvpilot.engine.errors import KVPilotError
 from kvpilot.exporter.source import Source
 from kvpilot.k8s.control_document import ControlDocument
 from kvpilot.k8s.control_source import ControlSource, watch_config_in_pod
+from kvpilot.k8s.document_source import DocumentFile, DocumentSource
 
 log = logging.getLogger("kvpilot.agent")
 HEALTHY_TICKS = 4  # intervals without a tick, after which /healthz says so
@@ -170,7 +165,7 @@ class Sidecar:
             self.counterfactual.note(decision, inputs)
 
 
-def _document(settings: RunSettings) -> DocumentFile | ControlSource | None:
+def _document(settings: RunSettings) -> DocumentSource | None:
     file, config_map = settings.control_file, settings.control_config_map
     if config_map is not None:
         watch = watch_config_in_pod(config_map, account=settings.control_account)

@@ -1,70 +1,15 @@
 """What the loop may do just now: its configuration, the operator's control document, the kill switches."""
 
-import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 from kvpilot.agent.control.nouns import Control, Mode
 from kvpilot.agent.guard.changes import Allowed
-from kvpilot.k8s.control_document import ControlDocument, ControlDocumentError, parse_control_document
+from kvpilot.k8s.control_document import ControlDocument
+from kvpilot.k8s.document_source import DocumentSource
 
-log = logging.getLogger("kvpilot.agent")
 KILL_VARIABLE = "KVPILOT_KILL"
-
-
-class DocumentSource(Protocol):
-    """DocumentFile, or the ConfigMap itself by way of the API server (`k8s.control_source`)."""
-
-    document: ControlDocument | None  # the last one understood
-    problem: str  # with what is there now; empty: none
-
-    def refresh(self) -> bool:
-        """Whether another document is in force than before. Never blocks, never raises."""
-        ...
-
-
-class DocumentFile:
-    """The control document as a file. The last one understood counts; one with a lower revision is a deposed
-    leader's and is ignored."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.document: ControlDocument | None = None
-        self.problem = ""  # with the file as it is now; empty: none
-        self._text: str | None = None
-
-    def refresh(self) -> bool:
-        """Whether another document is in force than before."""
-        try:
-            text = self.path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            self._text = None  # read it again when it is back
-            self._complain(f"control_file={str(self.path)!r} cannot be read: {error}")
-            return False
-        if text == self._text:
-            return False
-        self._text = text
-        try:
-            document = parse_control_document(text)
-        except ControlDocumentError as error:
-            self._complain(f"control_file={str(self.path)!r} is not understood: {error}")
-            return False
-        known = self.document
-        if known is not None and document.revision < known.revision:
-            self._complain(
-                f"revision {document.revision} is older than {known.revision}, which stays in force"
-            )
-            return False
-        self.problem = ""
-        self.document = document
-        return known != document
-
-    def _complain(self, problem: str) -> None:
-        if problem != self.problem:
-            log.warning("%s", problem)
-        self.problem = problem
 
 
 class Switches:

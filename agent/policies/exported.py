@@ -179,6 +179,11 @@ def write_exported(folder: Path, description: PolicyDescription, tensors: Mappin
 
 def load_exported(path: Path) -> ExportedPolicy:
     """From the folder, or its `policy.json`. Raises PolicyFormError naming file, field and remedy."""
+    if path.is_file() and path.name != DESCRIPTION:
+        raise PolicyFormError(
+            f"{path} is no exported policy: expected a folder with {DESCRIPTION} and {WEIGHTS}; "
+            f"for a result of `autotune tune` write static:{path} or hysteresis:{path}"
+        )
     folder = path if path.is_dir() else path.parent
     try:
         text = (folder / DESCRIPTION).read_bytes()

@@ -69,3 +69,24 @@ def test_filters_hold_for_counterfactuals_as_for_decisions(audit, options, numbe
     assert ("kv_level=1: hit_rate" in shown) == (1 in numbers)
     assert ("max_batch=8: hit_rate" in shown) == (3 in numbers)
     assert f"{len({0, 2} & set(numbers))} decisions" in shown
+
+
+def test_changes_of_what_may_be_done_are_counted_too(audit, tmp_path):
+    log = AuditLog(tmp_path / "audit.jsonl")
+    for time, killed in ((3e9, "/run/kill exists"), (3e9 + 9, "")):
+        log.write(
+            {
+                "kind": "control",
+                "time": time,
+                "mode": "auto",
+                "acts": not killed,
+                "killed": killed,
+                "hold": "",
+            }
+        )
+    shown, records = audit("--outcome", "control")
+    assert [record["time"] for record in records] == [3e9, 3e9 + 9]
+    assert "2 changes of what may be done, 0 decisions." in shown
+    whole, _ = audit()
+    assert "2 decisions: 1 applied, 1 advised." in whole
+    assert "2 changes of what may be done" in whole

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from kvpilot.agent.control.config import guard_limits, load_settings, paces
+from kvpilot.agent.control.config import load_settings
+from kvpilot.agent.control.in_force import guard_limits, paces
 from kvpilot.agent.control.nouns import Mode
 from kvpilot.engine.errors import ConfigError
 from kvpilot.k8s.control_document import ControlDocument, Limits, Slo

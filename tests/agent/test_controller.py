@@ -153,7 +153,7 @@ def test_a_wrong_token_holds_and_is_said_so(make, engine, caplog):
     controller = make(Wish(kv_level=1), token="wrong", warm=False)
     with caplog.at_level(logging.WARNING, logger="kvpilot.agent"):
         assert reasons(controller.tick()) == {Reason.UNAUTHORIZED}
-    assert "check --token-file" in caplog.text
+    assert "refuses the token: check token_file" in caplog.text
     assert engine.patches == []
 
 
@@ -286,3 +286,18 @@ def test_stopping_the_loop_leaves_the_knobs(make, engine):
     controller.run(stop, interval_seconds=0.01)
     assert engine.effective["kv_level"] == 1
     assert len(engine.patches) == 1
+
+
+def test_what_lasts_is_logged_once_and_counted(make, engine, caplog, tmp_path):
+    controller = make(Wish(kv_level=1))
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="kvpilot.agent"):
+        engine.fail["GET"] = 401
+        for _ in range(4):
+            assert reasons(controller.tick()) == {Reason.UNAUTHORIZED}
+        engine.fail.clear()
+        assert controller.tick().outcome is Outcome.APPLIED
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.split(" | ")[0] for line in said] == ["held", "the line before stood for 3 more", "applied"]
+    held = [line for line in audit_lines(tmp_path) if line.get("outcome") == "held"]
+    assert len(held) == 5  # each of them is in the audit log, with the first, for want of windows

@@ -19,8 +19,9 @@ from prometheus_client import CollectorRegistry
 
 from kvpilot.agent.control.audit import AuditLog, read_audit
 from kvpilot.agent.control.client import EngineClient
-from kvpilot.agent.control.config import RunSettings, guard_limits
+from kvpilot.agent.control.config import RunSettings
 from kvpilot.agent.control.controller import Controller
+from kvpilot.agent.control.in_force import guard_limits
 from kvpilot.agent.control.nouns import Decision, Mode
 from kvpilot.agent.control.replay import replay
 from kvpilot.agent.control.signals import quantile
