@@ -19,7 +19,11 @@ def calibrate(
     name: Annotated[str | None, Option(help="Of the profile. [default: the file's]")] = None,
     threads: Annotated[int | None, Option(min=1, help="CPU threads. [default: all cores]")] = None,
     page_size: Annotated[int, Option(help="Tokens per page.")] = 32,
-    prefill_chunk: Annotated[int, Option(help="Prompt tokens per step.")] = 256,
+    prefill_chunk: Annotated[
+        int | None, Option(min=1, help="Prompt tokens per step. [default: 256; 2048 on a GPU]")
+    ] = None,
+    device: Annotated[str, Option(help="cpu, or cuda: an NVIDIA GPU, with triton installed.")] = "cpu",
+    load_format: Annotated[str, Option(help="auto, or dummy: random weights in the model's shape.")] = "auto",
     quick: Annotated[bool, Option("--quick", help="A small grid: to try it out, not to rely on.")] = False,
     note: Annotated[str, Option(help="Goes into the profile: anything a reader should know.")] = "",
     fit_only: Annotated[
@@ -32,6 +36,8 @@ def calibrate(
     Takes a few minutes, and a machine that does nothing else. Ctrl-C keeps the measured steps.
 
         autotune calibrate --out my-machine.json
+
+        autotune calibrate --device cuda --model ./Llama-3.1-8B --page-size 64 --out my-gpu.json
 
         autotune replay trace.jsonl --profile ./my-machine.json
     """
@@ -46,6 +52,8 @@ def calibrate(
         threads=threads,
         page_size=page_size,
         prefill_chunk=prefill_chunk,
+        device=device,
+        load_format=load_format,
         quick=quick,
         note=note,
         fit_only=fit_only,

@@ -21,7 +21,7 @@ from kvpilot.engine.kv.formats import PageShape
 from kvpilot.engine.kv.quality import quality_loss
 from kvpilot.engine.model.load import LoadedModel, load_model
 from kvpilot.env.calibration.fit import Fit, fit_profile
-from kvpilot.env.calibration.grid import QUICK, Grid, GridRun
+from kvpilot.env.calibration.grid import GPU, GPU_QUICK, QUICK, Grid, GridRun
 from kvpilot.env.calibration.measured import MeasuredEngine, MeasuredStep, StepLog, read_steps
 from kvpilot.env.simulator.latency import ProfiledModel
 
@@ -35,7 +35,9 @@ class CalibrateConfig:
     name: str
     threads: int | None = None
     page_size: int = 32
-    prefill_chunk: int = 256
+    prefill_chunk: int | None = None
+    device: str = "cpu"
+    load_format: str = "auto"  # "dummy": random weights in the model's shape
     quick: bool = False
     note: str = ""
     fit_only: Path | None = None  # steps of an earlier run
@@ -45,6 +47,20 @@ class CalibrateConfig:
     def steps_path(self) -> Path:
         return self.out.with_suffix(".steps.jsonl")
 
+    @property
+    def grid(self) -> Grid:
+        if self.device == "cuda":
+            return GPU_QUICK if self.quick else GPU
+        return QUICK if self.quick else Grid()
+
+    @property
+    def chunk(self) -> int:
+        """Prompt tokens per step: what was asked for, or the longest of the grid."""
+        return self.prefill_chunk or max(self.grid.chunks)
+
+    def envelope(self, shape: PageShape) -> EngineConfig:
+        return self.grid.envelope(shape, EngineConfig().ladder, self.chunk)
+
 
 def run_calibration(config: CalibrateConfig) -> int:
     """Returns the exit code: 130 if it was interrupted, and then no profile was written."""
@@ -52,7 +68,7 @@ def run_calibration(config: CalibrateConfig) -> int:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     steps = None if config.fit_only is None else _earlier_steps(config.fit_only)
-    loaded = load_model(config.model)
+    loaded = load_model(config.model, device=config.device, load_format=config.load_format)
     if steps is None:
         finished, steps = _measure(config, loaded, console)
         if not finished:
@@ -71,12 +87,8 @@ def _measure(
     config: CalibrateConfig, loaded: LoadedModel, console: Console
 ) -> tuple[bool, list[MeasuredStep]]:
     """Whether the grid was finished, and what was measured."""
-    grid = QUICK if config.quick else Grid()
-    engine = build_engine(
-        loaded.llama,
-        grid.envelope(_shape(loaded, config.page_size), EngineConfig().ladder, config.prefill_chunk),
-        engine_class=MeasuredEngine,
-    )
+    envelope = config.envelope(_shape(loaded, config.page_size))
+    engine = build_engine(loaded.llama, envelope, engine_class=MeasuredEngine)
     assert isinstance(engine, MeasuredEngine)
     log = StepLog(config.steps_path)
     try:
@@ -86,7 +98,7 @@ def _measure(
         ):
             run = GridRun(
                 engine,
-                grid,
+                config.grid,
                 loaded.tokenizer.vocab_size,
                 config.seed,
                 lambda share: advance(int(PROGRESS_UNITS * share)),
@@ -115,6 +127,7 @@ def _earlier_steps(path: Path) -> list[MeasuredStep]:
 def _fit(config: CalibrateConfig, loaded: LoadedModel, steps: list[MeasuredStep]) -> Fit:
     model = loaded.config
     ladder = EngineConfig().ladder
+    known = config.envelope(_shape(loaded, config.page_size)) if config.device == "cuda" else EngineConfig()
     if steps and len(steps[0].features.kv_bytes) != len(ladder):
         raise KVPilotError(
             f"the steps are of a ladder of {len(steps[0].features.kv_bytes)} levels: expected {ladder}"
@@ -132,10 +145,10 @@ def _fit(config: CalibrateConfig, loaded: LoadedModel, steps: list[MeasuredStep]
             max_len=model.max_position,
         ),
         engine={
-            "pool_bytes": EngineConfig().pool_bytes,
+            "pool_bytes": known.pool_bytes,
             "page_size": config.page_size,
-            "prefill_chunk": config.prefill_chunk,
-            "max_batch_ceiling": EngineConfig().max_batch_ceiling,
+            "prefill_chunk": config.chunk,
+            "max_batch_ceiling": known.max_batch_ceiling,
         },
         quality_loss=dict(quality_loss(config.model)),
         origin=_origin(config, loaded, len(steps)),
@@ -155,7 +168,7 @@ def _shape(loaded: LoadedModel, page_size: int) -> PageShape:
 def _origin(config: CalibrateConfig, loaded: LoadedModel, num_steps: int) -> dict[str, object]:
     return {
         "calibrated": True,
-        "machine": f"{_processor()}, {os.cpu_count()} cores",
+        "machine": f"{_gpu(config.device)}{_processor()}, {os.cpu_count()} cores",
         "threads": torch.get_num_threads(),
         "dtype": str(loaded.llama.dtype).removeprefix("torch."),
         "versions": {
@@ -166,9 +179,13 @@ def _origin(config: CalibrateConfig, loaded: LoadedModel, num_steps: int) -> dic
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join(["autotune", *sys.argv[1:]]),
         "steps": num_steps,
-        "grid": asdict(QUICK if config.quick else Grid()),
+        "grid": asdict(config.grid),
         **({"note": config.note} if config.note else {}),
     }
+
+
+def _gpu(device: str) -> str:
+    return f"{torch.cuda.get_device_name()}, " if device == "cuda" else ""
 
 
 def _processor() -> str:

@@ -105,6 +105,12 @@ class CudaStorage:
         self._read.clear()
         self._written.clear()
 
+    def settle(self) -> None:
+        """Waits until the device has done what it was asked for."""
+        self.flush()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def _note(self, levels: Levels, sources: list[Range], targets: list[Range], job: tuple[int, ...]) -> None:
         """Jobs that are noted together may run in any order: one that meets the bytes of another comes after it."""
         clashes = any(self._read.meets(r) or self._written.meets(r) for r in targets)

@@ -49,6 +49,15 @@ class Grid:
 
 
 QUICK = Grid(batches=(1, 2, 4, 8), contexts=(64, 256), chunks=(8, 64, 256), decode_steps=3, warm_up_steps=1)
+# Shorter chunks are bound by launches on a GPU, however few tokens they have: no profile can say that
+GPU = Grid(
+    batches=(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128),
+    contexts=(256, 1024, 4096),
+    chunks=(512, 1024, 2048),
+)
+GPU_QUICK = Grid(
+    batches=(1, 4, 16), contexts=(256, 1024), chunks=(512, 1024), decode_steps=3, warm_up_steps=1
+)
 
 
 class GridRun:
@@ -119,6 +128,7 @@ class GridRun:
         while True:
             start = time.perf_counter()
             has_more = engine.cache.reclaim(engine.pool.available_slots + 4, engine.clock())
+            engine.settle()
             seconds = time.perf_counter() - start
             read = engine.features.read([])
             features = StepFeatures(0, 0, 0, 0, 0, nothing, read.converted, read.moved_bytes)

@@ -4,7 +4,7 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, Protocol, TextIO, runtime_checkable
 
 from kvpilot.engine.config import EngineConfig
 from kvpilot.engine.engine import Engine
@@ -25,30 +25,56 @@ class MeasuredStep(NamedTuple):
     is_step: bool
 
 
+@runtime_checkable
+class _WorksLater(Protocol):
+    """A storage whose device works later than it is asked to."""
+
+    def settle(self) -> None: ...
+
+
 class MeasuredEngine(Engine):
-    """`last` is what the latest step did and took; None before the first, and after one that ran nothing."""
+    """`last` is what the latest step did and took; None before the first, and after one that ran nothing.
+
+    A step with prompt tokens takes until the device has computed them. One of prompts alone begins when the device
+    is idle: what it had computed ahead of its schedule belongs to others.
+    """
 
     def __init__(
         self, config: EngineConfig, shape: PageShape, runner: Runner, storage: PageStorage, **options: Any
     ) -> None:
+        self._storage = storage if isinstance(storage, _WorksLater) else None
         counting = CountingStorage(storage, len(config.ladder))
         super().__init__(config, shape, runner, counting, **options)
         self.features = FeatureReader(self.pool, counting)
         self.last: MeasuredStep | None = None
         self._batch_features: StepFeatures | None = None
+        self._idle_seconds = 0.0  # of this step, before the device was its own
+
+    def settle(self) -> None:
+        """Waits until the device has done what it was asked for."""
+        if self._storage is not None:
+            self._storage.settle()
 
     def step(self) -> list[StepOutput]:
-        self._batch_features = None
+        self._batch_features, self._idle_seconds = None, 0.0
         start = time.perf_counter()
         outputs = super().step()
-        seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - start - self._idle_seconds
         features = self._batch_features
         self.last = None if features is None else MeasuredStep(features, seconds, kind_of(features), True)
         return outputs
 
     def _run(self, batch: list[ScheduledRequest], start: float) -> tuple[list[SampledToken | None], int]:
-        self._batch_features = self.features.read(batch)
-        return super()._run(batch, start)
+        self._batch_features = features = self.features.read(batch)
+        if not features.prefill_tokens:
+            return super()._run(batch, start)
+        if not features.decode_sequences:
+            begin = time.perf_counter()
+            self.settle()
+            self._idle_seconds = time.perf_counter() - begin
+        results = super()._run(batch, start)
+        self.settle()
+        return results
 
 
 def kind_of(features: StepFeatures) -> str:

@@ -18,6 +18,22 @@ class StubRunner:
         return [SampledToken(7) if entry.samples else None for entry in batch]
 
 
+class LateStorage:
+    """Of a device that has no memory: counts who waits for it."""
+
+    def __init__(self):
+        self.num_waits = 0
+
+    def convert(self, conversions):
+        pass
+
+    def move(self, moves):
+        pass
+
+    def settle(self):
+        self.num_waits += 1
+
+
 @pytest.fixture(scope="module")
 def run():
     shape = PageShape(num_layers=2, num_kv_heads=1, head_dim=64, page_size=8)
@@ -59,6 +75,20 @@ def test_conversions_are_measured_apart(run):
     assert sum(c[1] for c in converted) > 20
     assert sum(c[2] for c in converted) > 20
     assert all(sum(step.features.converted) == 0 for step in steps if step.kind == "decode")
+
+
+def test_prompts_are_measured_until_a_device_that_works_later_has_computed_them():
+    shape, storage = PageShape(num_layers=2, num_kv_heads=1, head_dim=64, page_size=8), LateStorage()
+    engine = MeasuredEngine(GRID.envelope(shape, LADDER, 32), shape, StubRunner(), storage)
+    waits: dict[str, set[int]] = {}
+    before = 0
+    for step in GridRun(engine, GRID, 100, seed=0, progress=lambda share: None).steps():
+        waits.setdefault(step.kind, set()).add(storage.num_waits - before)
+        before = storage.num_waits
+    assert min(waits["prefill"]) >= 2  # before: what is computed for others is not theirs
+    assert min(waits["mixed"]) >= 1
+    assert waits["convert"] == {1}
+    assert 0 in waits["decode"]
 
 
 def test_the_engine_is_idle_and_sound_at_the_end_and_progress_reaches_the_end(run):
