@@ -5,26 +5,20 @@ that one ConfigMap. Plain HTTP does for one GET: the client library takes some 3
 """
 
 import json
-import logging
 import os
 import ssl
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 
 from kvpilot.engine.errors import ConfigError
-from kvpilot.k8s.control_document import (
-    CONTROL_KEY,
-    ControlDocument,
-    ControlDocumentError,
-    parse_control_document,
-)
+from kvpilot.k8s.control_document import CONTROL_KEY
+from kvpilot.k8s.document_source import DocumentFile, DocumentSource, Found
 
-log = logging.getLogger(__name__)
 ACCOUNT_FOLDER = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 WATCH_SECONDS = 60  # then the watch is opened anew: a connection that died silently is noticed
 RETRY_SECONDS = 2.0
@@ -63,29 +57,16 @@ def watch_config_in_pod(
     )
 
 
-class _Answer(NamedTuple):
-    text: str | None  # None: there is no document, or a failure
-    failure: str = ""
-
-
-class ControlSource:
-    """While the API answers, what it says counts, otherwise the file.
-
-    `document` is the last one that was understood. One with a lower revision, a bad one, or none at all does not
-    replace it: `problem` then says what is wrong, and the caller holds.
-    """
+class ControlSource(DocumentSource):
+    """While the API answers, what it says counts, otherwise the file."""
 
     def __init__(self, watch: WatchConfig, *, file: Path | None = None) -> None:
-        self.document: ControlDocument | None = None
-        self.problem = ""
-        self._watch, self._file = watch, file
+        super().__init__(f"ConfigMap {watch.config_map}")
+        self._watch, self._file = watch, None if file is None else DocumentFile(file)
         self._stop = threading.Event()
         self._listed = threading.Event()  # the API has answered or failed for the first time
         self._client: httpx.Client | None = None
-        self._answer: _Answer = _Answer(
-            text=None, failure="the API has not been asked yet"
-        )  # written by the thread
-        self._seen: _Answer | None = None
+        self._found = Found(None, "the API has not been asked yet")  # written by the thread
 
     def start(self, patience_seconds: float = 2.0) -> None:
         """Begins to watch, and waits a little for the first answer."""
@@ -97,51 +78,23 @@ class ControlSource:
         if self._client is not None:
             self._client.close()
 
-    def refresh(self) -> bool:
-        """Whether another document is in force than before. Never waits for the network, never raises."""
-        answer = self._answer
-        if answer.failure and self._file is not None:
-            answer = _read(self._file, answer.failure)
-        if answer == self._seen:
-            return False
-        self._seen = answer
-        try:
-            document = self._understand(answer)
-        except ControlDocumentError as error:
-            self._complain(str(error))
-            return False
-        self._complain("")
-        changed, self.document = self.document != document, document
-        return changed
-
-    def _understand(self, answer: "_Answer") -> ControlDocument:
-        where = f"ConfigMap {self._watch.config_map}"
-        if answer.text is None:
-            raise ControlDocumentError(
-                f"{where}: {answer.failure or 'there is none with a control document'}"
-            )
-        document = parse_control_document(answer.text)
-        if self.document is not None and document.revision < self.document.revision:
-            raise ControlDocumentError(
-                f"{where}: revision {document.revision} is older than {self.document.revision}, which stays in force"
-            )
-        return document
-
-    def _complain(self, problem: str) -> None:
-        if problem and problem != self.problem:
-            log.warning("%s", problem)
-        self.problem = problem
+    def look(self) -> Found:
+        found = self._found
+        if not found.failure or self._file is None:
+            return found
+        mounted = self._file.look()
+        return mounted if mounted.text is not None else Found(None, f"{found.failure}; {mounted.failure}")
 
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
                 for config_map in self._changes(self._watch):
                     text = ((config_map or {}).get("data") or {}).get(CONTROL_KEY)
-                    self._answer = _Answer(text=text)
+                    self._found = Found(text)
                     self._listed.set()
             except (httpx.HTTPError, OSError, ValueError, RuntimeError) as error:
                 if not self._stop.is_set():
-                    self._answer = _Answer(text=None, failure=f"{type(error).__name__}: {error}")
+                    self._found = Found(None, f"{type(error).__name__}: {error}")
                     self._listed.set()
                     self._stop.wait(RETRY_SECONDS)
 
@@ -171,11 +124,3 @@ class ControlSource:
             timeout = httpx.Timeout(5.0, read=WATCH_SECONDS + 10.0)
             self._client = httpx.Client(verify=context, timeout=timeout, trust_env=False)
         return self._client
-
-
-def _read(path: Path, failure: str) -> _Answer:
-    """The mounted file in place of an API that does not answer."""
-    try:
-        return _Answer(text=path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        return _Answer(text=None, failure=f"{failure}; {path}: {error}")

@@ -6,9 +6,10 @@ import pytest
 
 from kvpilot.agent.control.nouns import Mode
 from kvpilot.agent.control.state import SafeState, StateError, StateFile
-from kvpilot.agent.control.switches import KILL_VARIABLE, DocumentFile, Switches, intersection
+from kvpilot.agent.control.switches import KILL_VARIABLE, Switches, intersection
 from kvpilot.agent.guard import Watch
 from kvpilot.k8s.control_document import Bounds, ControlDocument, Range
+from kvpilot.k8s.document_source import DocumentFile
 
 
 def write(path, revision: int = 1, **changes) -> None:

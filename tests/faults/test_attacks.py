@@ -14,13 +14,14 @@ from dataclasses import replace
 import pytest
 
 from kvpilot.agent.control.nouns import Control, Mode, Outcome
-from kvpilot.agent.control.switches import DocumentFile, Switches
+from kvpilot.agent.control.switches import Switches
 from kvpilot.agent.guard import Reason, Step, default_steps
 from kvpilot.agent.policies import load_policy
 from kvpilot.engine.config import knob_bounds
 from kvpilot.exporter.promql import PromSource
 from kvpilot.exporter.scrape import ScrapeError, parse_metrics
 from kvpilot.k8s.control_document import ControlDocument
+from kvpilot.k8s.document_source import DocumentFile
 
 LOW = {"ttl_seconds": 0.0, "size_factor": 0.0, "max_batch": 1, "kv_level": 0}
 HIGH = {"ttl_seconds": 86_400.0, "size_factor": 1.0, "max_batch": 64, "kv_level": 2}
