@@ -32,7 +32,6 @@ from kvpilot.exporter.source import Source
 from kvpilot.k8s.control_document import ControlDocument
 from kvpilot.k8s.control_source import ControlSource, watch_config_in_pod
 from kvpilot.k8s.document_source import DocumentFile, DocumentSource
-from kvpilot.k8s.document_source import DocumentFile, DocumentSource
 
 log = logging.getLogger("kvpilot.agent")
 HEALTHY_TICKS = 4  # intervals without a tick, after which /healthz says so
