@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from kvpilot.agent.bench import quality
+from kvpilot.agent.progress import progress_bar
 from kvpilot.engine.errors import ConfigError
 from kvpilot.engine.model.load import load_model
 
@@ -48,20 +48,11 @@ def run_quality(config: QualityConfig) -> int:
     recipes = quality.SHIPPED if config.quick else (*quality.SHIPPED, *quality.INGREDIENTS)
     num_windows = min(config.num_windows, QUICK_WINDOWS) if config.quick else config.num_windows
     model = load_model(config.model, torch.float32)
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    console = Console(stderr=True)
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(f"{len(recipes)} recipes, {num_windows} windows", total=1.0)
-        shown = 0.0
-
-        def advance(share: float) -> None:
-            nonlocal shown
-            progress.update(task, completed=share)
-            if not console.is_terminal and share >= shown + 0.1:
-                shown = share
-                console.print(f"{share:.0%} done")
-
-        report = quality.run(model, recipes, num_windows=num_windows, on_progress=advance)
+    label = f"percent of {len(recipes)} recipes on {num_windows} windows"
+    with progress_bar(label, 100, Console(stderr=True)) as advance:
+        report = quality.run(
+            model, recipes, num_windows=num_windows, on_progress=lambda share: advance(round(100 * share))
+        )
     Console().print(quality.table(report))
     about = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "command": config.command}
     if config.json_path:

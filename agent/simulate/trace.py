@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 
+from kvpilot.agent.progress import Step, step_bar
 from kvpilot.agent.simulate.trace_report import show, write_page
 from kvpilot.env.traces.files import check_output, check_target, write_trace
 from kvpilot.env.traces.readers import ReadOptions, read_trace
@@ -35,11 +35,9 @@ def run_info(
 ) -> None:
     """Prints the figures of every file, and writes the page of charts if one is asked for. Raises TraceError."""
     summaries = []
-    with _Bar() as bar:
+    with step_bar(Console(stderr=True)) as step:
         for file in files:
-            summaries.append(
-                (file.name, summarize(_read(file, reading, bar), sizes=sizes, progress=bar.step))
-            )
+            summaries.append((file.name, summarize(_read(file, reading, step), sizes=sizes, progress=step)))
     if as_json:
         print(json.dumps({name: summary.as_dict() for name, summary in summaries}, indent=2))
     else:
@@ -57,8 +55,8 @@ def run_compose(wanted: ComposeSpec, out: Path, spec: Path | None = None) -> Non
     check_target(out, [*inputs, *([] if spec is None else [spec])])
     for file in inputs:
         check_input(file)
-    with _Bar() as bar:
-        trace = run_spec(wanted, lambda done, total: bar.step("sources", done, total))
+    with step_bar(Console(stderr=True)) as step:
+        trace = run_spec(wanted, lambda done, total: step("sources", done, total))
         _say_skipped(trace.provenance)
         write_trace(trace, out)
     _say_written(trace, out)
@@ -68,39 +66,20 @@ def run_convert(source: Path, target: Path, reading: Reading) -> None:
     """Raises TraceError."""
     check_output(target)
     check_target(target, [source])
-    with _Bar() as bar:
-        trace = _read(source, reading, bar)
+    with step_bar(Console(stderr=True)) as step:
+        trace = _read(source, reading, step)
         write_trace(trace, target)
     _say_written(trace, target)
 
 
-class _Bar:
-    """One bar on stderr, gone at the end."""
-
-    def __init__(self) -> None:
-        console = Console(stderr=True)
-        self._bars = Progress(console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._bars.add_task("", total=None)
-
-    def __enter__(self) -> "_Bar":
-        self._bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bars.stop()
-
-    def step(self, name: str, done: int, total: int) -> None:
-        self._bars.update(self._task, description=name, completed=done, total=total or None)
-
-
-def _read(path: Path, reading: Reading, bar: _Bar) -> Trace:
+def _read(path: Path, reading: Reading, step: Step) -> Trace:
     options = ReadOptions(seed=reading.seed, sessions_per_second=reading.sessions_per_second)
     trace = read_trace(
         path,
         reading.format,
         reading.skip_bad,
         options,
-        lambda done, total: bar.step(path.name, done, total),
+        lambda done, total: step(path.name, done, total),
     )
     _say_skipped(trace.provenance)
     return trace if reading.block_size is None else trace.with_block_size(reading.block_size)
