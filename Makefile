@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 
 .PHONY: demo test test-all e2e dashboards check types lint layers compiled bench clean
 
-demo: $(STAMP)
+demo: $(STAMP)  ## about four minutes once set up, with a live table
 	$(BIN)/autotune demo
 
 test: $(STAMP)  ## fast: no model, no child processes
@@ -53,7 +53,11 @@ clean:
 
 # A half-made .venv has no stamp, so that the next call goes on where this one stopped.
 $(STAMP): pyproject.toml setup.py $(wildcard engine/kernels/*.cpp engine/kernels/*.h)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
-	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[serve,control,env,train,k8s,otel,dashboards,dev]'
-	touch $@
+	@echo 'Setting up $(VENV), once: three to ten minutes, half of it downloads (2 GB on disk).'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo '1/2 $(TORCH)'
+	@$(BIN)/python -m pip install --disable-pip-version-check '$(TORCH)'
+	@echo '2/2 everything else, and the C++ kernels and the bookkeeping compiled: a few minutes without a word'
+	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[serve,control,env,train,k8s,otel,dashboards,dev]'
+	@touch $@
+	@echo 'Set up.'

@@ -19,7 +19,9 @@ def groups() -> dict[str, list[str]]:
     """Requirements as pyproject.toml has them, by extra; "core" for those of all."""
     extras = PROJECT["optional-dependencies"]
     return {"core": PROJECT["dependencies"]} | {
-        name: needed for name, needed in extras.items() if name not in NOT_AT_RUN_TIME
+        name: [text for text in needed if Requirement(text).name != PROJECT["name"]]  # extras of our own
+        for name, needed in extras.items()
+        if name not in NOT_AT_RUN_TIME
     }
 
 
