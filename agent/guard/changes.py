@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from kvpilot.agent.guard.limits import GuardLimits, Step
 from kvpilot.agent.guard.memory import Memory, Move
@@ -11,6 +12,18 @@ from kvpilot.engine.config import KnobBounds
 Allowed = Mapping[str, tuple[float | None, float | None]]  # an operator's bounds; None: the engine's
 MINUTE = 60.0
 ROUNDING = 1e-9
+
+
+class _Present(NamedTuple):
+    """What decides whether a knob may move at all."""
+
+    knobs: Mapping[str, float]
+    bounds: Mapping[str, KnobBounds]
+    last_change: Mapping[str, float]
+    now: float
+    limits: GuardLimits
+    pending: Collection[str]
+    classes: Mapping[str, str] | None
 
 
 def constrain(
@@ -31,14 +44,13 @@ def constrain(
 
     A knob outside the operator's bounds (`allowed`) may come nearer to them and no more.
     """
+    present = _Present(knobs, bounds, last_change, now, limits, pending, classes)
     changes: dict[str, float | int] = {}
     refusals: list[Refusal] = []
     for name, value in wanted.items():
         if name in knobs and value == knobs[name]:
             continue
-        refusal = _held(name, knobs, bounds, last_change, now, limits, pending, classes)
-        if refusal is None:
-            refusal = _unusable(name, value)
+        refusal = _held(name, present) or _unusable(name, value)
         if refusal is not None:
             refusals.append(refusal)
             continue
@@ -120,17 +132,9 @@ def _too_much(move: Move, moves: Sequence[Move], limits: GuardLimits) -> Refusal
     return None
 
 
-def _held(
-    name: str,
-    knobs: Mapping[str, float],
-    bounds: Mapping[str, KnobBounds],
-    last_change: Mapping[str, float],
-    now: float,
-    limits: GuardLimits,
-    pending: Collection[str],
-    classes: Mapping[str, str] | None,
-) -> Refusal | None:
+def _held(name: str, present: _Present) -> Refusal | None:
     """Why this knob may not move at all now, whatever is wanted."""
+    knobs, bounds, limits, classes = present.knobs, present.bounds, present.limits, present.classes
     limited = name in limits.steps and name in limits.min_interval_seconds
     if name not in bounds or name not in knobs or not limited:
         return Refusal(Reason.UNKNOWN, name, f"the engine and the limits know {', '.join(sorted(bounds))}")
@@ -138,10 +142,10 @@ def _held(
         return Refusal(Reason.NOT_HOT, name, f"its class is {classes.get(name)!r}: needs a restart")
     if not _within(knobs[name], bounds[name]):
         return Refusal(Reason.KNOBS_ODD, name, f"the engine reports {knobs[name]!r}, bounds {bounds[name]}")
-    if name in pending:
+    if name in present.pending:
         return Refusal(Reason.PENDING, name, "the last change has not taken effect yet")
     shortest = limits.min_interval_seconds[name]
-    elapsed = now - last_change.get(name, -math.inf)
+    elapsed = present.now - present.last_change.get(name, -math.inf)
     if not elapsed >= shortest:
         return Refusal(Reason.INTERVAL, name, f"changed {elapsed:.1f} s ago, allowed every {shortest:g} s")
     return None

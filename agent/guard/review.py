@@ -22,6 +22,17 @@ class Review(NamedTuple):
     refusals: list[Refusal]
 
 
+class _Present(NamedTuple):
+    """What the change on trial is judged by."""
+
+    load: float | None  # SLO pressure; None: no request to measure it by
+    seconds: float  # that the window is long
+    knobs: Mapping[str, float]  # requested
+    now: float
+    unix_time: float
+    limits: GuardLimits
+
+
 def review(
     memory: Memory,
     observation: Observation,
@@ -47,7 +58,8 @@ def review(
         return Review(_learn_good(memory, load, knobs) if learn else memory, [])
     if not learn and memory.watch.verified and (load is None or load <= 1):
         return Review(memory, [])
-    return _judge(memory, memory.watch, load, observation, knobs, now, unix_time, limits)
+    present = _Present(load, observation.seconds, knobs, now, unix_time, limits)
+    return _judge(memory, memory.watch, present)
 
 
 def note_change(
@@ -173,46 +185,32 @@ def _learn_good(memory: Memory, load: float | None, knobs: Mapping[str, float]) 
     return replace(memory, baseline=(*memory.baseline, load)[-KEPT_PRESSURES:], last_good=good)
 
 
-def _judge(
-    memory: Memory,
-    watch: Watch,
-    load: float | None,
-    observation: Observation,
-    knobs: Mapping[str, float],
-    now: float,
-    unix_time: float,
-    limits: GuardLimits,
-) -> Review:
-    age = now - watch.at
-    if age < max(limits.settle_seconds, observation.seconds):  # the window must lie behind the change
+def _judge(memory: Memory, watch: Watch, present: _Present) -> Review:
+    limits, load = present.limits, present.load
+    age = present.now - watch.at
+    if age < max(limits.settle_seconds, present.seconds):  # the window must lie behind the change
         detail = f"the change {age:.0f} s ago is judged after {limits.settle_seconds:g} s"
         return Review(memory, [Refusal(Reason.SETTLING, None, detail)])
     if load is None:
         return _unjudged(memory, watch, age, limits)
-    violated = load > 1
-    if violated and watch.met:
-        return _revert(memory, watch, knobs, unix_time, limits, Reason.SLO, f"{load:.2f} of the limit")
+    if load > 1 and watch.met:
+        return _revert(memory, watch, present, Refusal(Reason.SLO, None, f"{load:.2f} of the limit"))
     if watch.verified:
-        return _on_probation(memory, watch, load, knobs, age, limits)
-    patient = watch.flushes and age < watch.patience_seconds
-    worse = has_regressed(load, watch.baseline, sigmas=limits.noise_sigmas, floor=limits.noise_floor)
-    if patient:
+        return _on_probation(memory, load, present.knobs, is_over=age >= limits.blame_seconds)
+    if watch.flushes and age < watch.patience_seconds:
         detail = f"pages were dropped: judged after {watch.patience_seconds:.0f} s, {age:.0f} have passed"
         return Review(memory, [Refusal(Reason.SETTLING, None, detail)])
-    if worse:
+    if has_regressed(load, watch.baseline, sigmas=limits.noise_sigmas, floor=limits.noise_floor):
         was = ", ".join(f"{one:.2f}" for one in watch.baseline)
         detail = f"{load:.2f} of the limit, before {was}"
-        return _revert(memory, watch, knobs, unix_time, limits, Reason.REGRESSED, detail)
+        return _revert(memory, watch, present, Refusal(Reason.REGRESSED, None, detail))
     return Review(replace(memory, watch=replace(watch, verified=True), baseline=(load,)), [])
 
 
-def _on_probation(
-    memory: Memory, watch: Watch, load: float, knobs: Mapping[str, float], age: float, limits: GuardLimits
-) -> Review:
-    memory = replace(memory, baseline=(*memory.baseline, load)[-KEPT_PRESSURES:])
-    if age < limits.blame_seconds:
-        return Review(memory, [])
-    return Review(_learn_good(replace(memory, watch=None, baseline=memory.baseline[:-1]), load, knobs), [])
+def _on_probation(memory: Memory, load: float, knobs: Mapping[str, float], *, is_over: bool) -> Review:
+    if is_over:
+        return Review(_learn_good(replace(memory, watch=None), load, knobs), [])
+    return Review(replace(memory, baseline=(*memory.baseline, load)[-KEPT_PRESSURES:]), [])
 
 
 def _unjudged(memory: Memory, watch: Watch, age: float, limits: GuardLimits) -> Review:
@@ -223,22 +221,14 @@ def _unjudged(memory: Memory, watch: Watch, age: float, limits: GuardLimits) -> 
     return Review(memory, [Refusal(Reason.SETTLING, None, "no request to judge the last change by")])
 
 
-def _revert(
-    memory: Memory,
-    watch: Watch,
-    knobs: Mapping[str, float],
-    unix_time: float,
-    limits: GuardLimits,
-    reason: Reason,
-    detail: str,
-) -> Review:
+def _revert(memory: Memory, watch: Watch, present: _Present, why: Refusal) -> Review:
     """Back to the knobs before the change; after too many, nothing more until a human says so."""
-    reverts = memory.reverts if watch.verified else (*memory.reverts, unix_time)
-    safe_mode = memory.safe_mode
-    if len(reverts) > limits.max_reverts_per_hour:
-        safe_mode = f"{len(reverts)} reverts within an hour, allowed {limits.max_reverts_per_hour}"
+    reverts = memory.reverts if watch.verified else (*memory.reverts, present.unix_time)
+    safe_mode, allowed = memory.safe_mode, present.limits.max_reverts_per_hour
+    if len(reverts) > allowed:
+        safe_mode = f"{len(reverts)} reverts within an hour, allowed {allowed}"
     back = watch.before
     if watch.verified and memory.last_good is not None:
         back = memory.last_good
     memory = replace(memory, reverts=reverts, safe_mode=safe_mode)
-    return Review(step_back(memory, back, knobs), [Refusal(reason, None, detail)])
+    return Review(step_back(memory, back, present.knobs), [why])
