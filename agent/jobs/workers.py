@@ -76,12 +76,10 @@ class Workers(Generic[Item, Result]):
     ) -> None:
         """Until all is done, or a worker died."""
         self._pool = self._pool or ProcessPoolExecutor(
-            self._processes, multiprocessing.get_context("spawn"), _prepare_worker
+            self._processes, multiprocessing.get_context("spawn"), _prepare_worker, (self._job,)
         )
         try:
-            pending: dict[Future[Result], int] = {
-                self._pool.submit(_attempt, self._job, items[k]): k for k in todo
-            }
+            pending: dict[Future[Result], int] = {self._pool.submit(_attempt, items[k]): k for k in todo}
             while pending:
                 if is_stopped():
                     self._end()
@@ -107,13 +105,20 @@ class Workers(Generic[Item, Result]):
         self._pool = None
 
 
-def _attempt(job: Callable[[Item], Result], item: Item) -> Result:
+# ---------------------------------------------------------------------- in the worker processes
+_job: Callable[[Any], Any] | None = None  # sent once per process: it may hold a whole trace
+
+
+def _attempt(item: Any) -> Any:
+    assert _job is not None
     try:
-        return job(item)
+        return _job(item)
     except KVPilotError as error:
         raise JobError(str(error)) from error
 
 
-def _prepare_worker() -> None:
+def _prepare_worker(job: Callable[[Any], Any]) -> None:
+    global _job
+    _job = job
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     os.environ.setdefault("OMP_NUM_THREADS", "1")

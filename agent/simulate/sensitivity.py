@@ -12,10 +12,10 @@ from rich.table import Table
 
 from kvpilot.agent.interrupt import interruptible
 from kvpilot.agent.progress import progress_bar
+from kvpilot.agent.simulate.sweeps import METRICS, MOVES, Sensitivity, grid_of, sweep
 from kvpilot.engine.config import KNOB_NAMES
 from kvpilot.engine.errors import KVPilotError
 from kvpilot.env.replay.report import format_seconds
-from kvpilot.env.replay.sensitivity import METRICS, MOVES, Sensitivity, grid_of, sweep
 from kvpilot.env.replay.sim import SimReplay
 from kvpilot.env.traces.trace import Trace
 

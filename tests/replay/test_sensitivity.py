@@ -3,8 +3,8 @@
 import pytest
 
 from kvpilot.agent.simulate.sensitivity import page, table, verdict
+from kvpilot.agent.simulate.sweeps import METRICS, grid_of, sweep
 from kvpilot.engine.errors import KnobInvalidError
-from kvpilot.env.replay.sensitivity import METRICS, grid_of, sweep
 
 AT = {"kv_level": 0.0, "max_batch": 4.0, "size_factor": 0.5, "ttl_seconds": 60.0}
 OPTIONS = {"rounds": 1, "quality_weight": 1.0, "processes": 2}

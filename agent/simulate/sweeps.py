@@ -1,13 +1,13 @@
 """What each knob moves: sweeps of one knob at a time in the simulator, the others where they are best."""
 
-import signal
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from multiprocessing import get_context
 from typing import Any, NamedTuple
 
+from kvpilot.agent.jobs.workers import StoppedError, Workers
 from kvpilot.engine.config import KNOB_NAMES, EngineConfig, Knobs, validate_knobs
+from kvpilot.engine.errors import KVPilotError
 from kvpilot.env.replay.sim import SimReplay, replay_simulated
 from kvpilot.env.traces.trace import Trace
 
@@ -105,7 +105,8 @@ def sweep(
 ) -> Sensitivity:
     """`at` fixes where the other knobs stand; without it each round starts at the best of the one before.
 
-    Where it is stopped, the sweeps hold what was done. Raises KnobInvalidError for knobs out of bounds.
+    Where it is stopped, the sweeps hold what was done. Raises KnobInvalidError for knobs out of bounds, JobError or
+    WorkerDiedError for a simulation that fails.
     """
     config = replay.engine
     best: dict[str, float] = {**config.knobs.as_dict(), **START, **(at or {})}
@@ -113,16 +114,25 @@ def sweep(
     rounds = 1 if at is not None else rounds
     total = rounds * sum(len(grid_of(knob, config)) for knob in KNOB_NAMES)
     result, done = Sensitivity(best), 0
-    context = get_context("spawn")
-    with ProcessPoolExecutor(processes, context, _start_worker, (trace, replay)) as pool:
+
+    def on_done(index: int, point: Point | KVPilotError) -> None:
+        nonlocal done
+        if isinstance(point, KVPilotError):
+            raise point
+        result.sweeps[point.knob].append(point)
+        done += 1
+        progress(done, total)
+
+    page_size = config.page_size
+    paged = trace if trace.block_size == page_size else trace.with_block_size(page_size)
+    with Workers(_Simulation(paged, replay), processes) as workers:
         for _ in range(rounds):
             result = Sensitivity(dict(best), {knob: [] for knob in KNOB_NAMES})
-            jobs = [(knob, value) for knob in KNOB_NAMES for value in grid_of(knob, config)]
-            futures = {pool.submit(_run_point, knob, value, result.best): knob for knob, value in jobs}
-            for future in _completed(futures, is_stopped):
-                result.sweeps[futures[future]].append(future.result())
-                done += 1
-                progress(done, total)
+            trials = [
+                _Trial(knob, value, result.best) for knob in KNOB_NAMES for value in grid_of(knob, config)
+            ]
+            with suppress(StoppedError):
+                workers.run(trials, on_done=on_done, is_stopped=is_stopped)
             for points in result.sweeps.values():
                 points.sort(key=lambda point: point.value)
             if is_stopped():
@@ -137,31 +147,21 @@ def sweep(
     return result
 
 
-def _completed(futures: dict[Future[Point], str], is_stopped: Callable[[], bool]) -> Iterator[Future[Point]]:
-    pending = set(futures)
-    while pending and not is_stopped():
-        done, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
-        yield from done
-    for future in pending:
-        future.cancel()
+class _Trial(NamedTuple):
+    """`knob` is set to `value`, the other knobs as `others` says."""
+
+    knob: str
+    value: float
+    others: dict[str, float]
 
 
-# ---------------------------------------------------------------------- in the worker processes
-_work: tuple[Trace, SimReplay] | None = None
+class _Simulation(NamedTuple):
+    trace: Trace
+    replay: SimReplay
 
-
-def _start_worker(trace: Trace, replay: SimReplay) -> None:
-    global _work
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
-    page_size = replay.engine.page_size
-    _work = (trace if trace.block_size == page_size else trace.with_block_size(page_size), replay)
-
-
-def _run_point(knob: str, value: float, others: dict[str, float]) -> Point:
-    assert _work is not None
-    trace, replay = _work
-    knobs = {**others, knob: value}
-    clean = validate_knobs(knobs, replay.engine)
-    engine = replay.engine.with_(knobs=Knobs(**clean))  # pyright: ignore[reportArgumentType]
-    result = replay_simulated(trace, replace(replay, engine=engine))
-    return Point(knob=knob, value=value, knobs=knobs, summary=result.summary)
+    def __call__(self, trial: _Trial) -> Point:
+        engine = self.replay.engine
+        knobs = {**trial.others, trial.knob: trial.value}
+        clean = Knobs(**validate_knobs(knobs, engine))  # pyright: ignore[reportArgumentType]
+        result = replay_simulated(self.trace, replace(self.replay, engine=engine.with_(knobs=clean)))
+        return Point(knob=trial.knob, value=trial.value, knobs=knobs, summary=result.summary)
