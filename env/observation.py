@@ -99,10 +99,10 @@ def observe(window: StatsWindow, slo: Slo | None = None) -> Observation:
         quality_loss=_quality_loss(window),
         hit_rate=_finite(window.hit_rate),
         tokens_per_second=_finite(window.rate("generation_tokens")),
-        ttft_p50_seconds=_quantile(window, "time_to_first_token_seconds", 0.5),
-        ttft_p99_seconds=_quantile(window, "time_to_first_token_seconds", 0.99),
-        inter_token_p50_seconds=_quantile(window, "inter_token_seconds", 0.5),
-        inter_token_p99_seconds=_quantile(window, "inter_token_seconds", 0.99),
+        ttft_p50_seconds=quantile(window, "time_to_first_token_seconds", 0.5),
+        ttft_p99_seconds=quantile(window, "time_to_first_token_seconds", 0.99),
+        inter_token_p50_seconds=quantile(window, "inter_token_seconds", 0.5),
+        inter_token_p99_seconds=quantile(window, "inter_token_seconds", 0.99),
         level_shares={codec: value for codec, value in levels.items() if value is not None},
     )
 
@@ -171,10 +171,18 @@ def quality_loss(window: StatsWindow) -> float:
     )
 
 
-def _quantile(window: StatsWindow, name: str, q: float) -> float | None:
-    if name not in window.end.histograms or name not in window.start.histograms:
-        return None
-    return _finite(window.histogram(name).quantile(q))
+def quantile(window: StatsWindow, name: str, q: float) -> float | None:
+    """Of a histogram within the window; None: it is not told, or nothing was observed."""
+    return _finite(window.histogram(name).quantile(q)) if _has(window, name) else None
+
+
+def mean(window: StatsWindow, name: str) -> float | None:
+    """The same of its mean."""
+    return _finite(window.histogram(name).mean) if _has(window, name) else None
+
+
+def _has(window: StatsWindow, name: str) -> bool:
+    return name in window.end.histograms and name in window.start.histograms
 
 
 def _finite(value: float) -> float | None:

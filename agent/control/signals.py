@@ -1,10 +1,8 @@
 """What the guard looks at besides the observation: tails of the window, by the names of the SLO's limits."""
 
-import math
-
 from kvpilot.agent.guard import SloLimits
 from kvpilot.engine.stats import StatsWindow
-from kvpilot.env.observation import Observation
+from kvpilot.env.observation import Observation, mean, quantile
 from kvpilot.env.slo import Slo
 
 REUSE_QUANTILE = 0.9
@@ -46,17 +44,3 @@ def reuse_seconds(window: StatsWindow) -> float | None:
     if histogram is None or histogram.total <= 0:
         return None
     return histogram.quantile(REUSE_QUANTILE)
-
-
-def quantile(window: StatsWindow, name: str, q: float) -> float | None:
-    if name not in window.end.histograms or name not in window.start.histograms:
-        return None
-    value = window.histogram(name).quantile(q)
-    return value if math.isfinite(value) else None
-
-
-def mean(window: StatsWindow, name: str) -> float | None:
-    if name not in window.end.histograms or name not in window.start.histograms:
-        return None
-    value = window.histogram(name).mean
-    return value if math.isfinite(value) else None

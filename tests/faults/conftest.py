@@ -24,13 +24,13 @@ from kvpilot.agent.control.controller import Controller
 from kvpilot.agent.control.in_force import guard_limits
 from kvpilot.agent.control.nouns import Decision, Mode
 from kvpilot.agent.control.replay import replay
-from kvpilot.agent.control.signals import quantile
 from kvpilot.agent.control.state import StateFile
 from kvpilot.agent.guard import Reason
 from kvpilot.agent.guard.limits import limits_as_dict
 from kvpilot.engine.config import Knobs
 from kvpilot.engine.server.admin import create_admin_app
 from kvpilot.engine.stats import StatsWindow
+from kvpilot.env.observation import quantile
 from kvpilot.env.policy import Proposal
 from kvpilot.env.simulator.latency import load_profile
 from kvpilot.env.simulator.simulation import Simulation
