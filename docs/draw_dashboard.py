@@ -17,7 +17,8 @@ from plotly.subplots import make_subplots
 STEP_SECONDS = 2
 COLUMNS = 3  # of a dashboard's rows
 ROW_PIXELS = 260
-UNITS = {"s": "seconds", "bytes": "bytes", "reqps": "per second", "percentunit": "share"}
+MAX_NAMES = 5  # in a panel; a series that is 0 throughout is drawn, not named
+UNITS = {"s": "seconds", "reqps": "per second", "ops": "per second", "percentunit": "share", "short": ""}
 
 
 def series(prometheus: str, expression: str, window: str, minutes: float) -> list[dict[str, Any]]:
@@ -36,7 +37,9 @@ def legend(pattern: str, labels: dict[str, str]) -> str:
 def draw(board: dict[str, Any], arguments: argparse.Namespace) -> str:
     panels = [panel for panel in board["panels"] if panel["type"] == "timeseries"]
     rows = -(-len(panels) // COLUMNS)
-    figure = make_subplots(rows, COLUMNS, subplot_titles=[panel["title"] for panel in panels])
+    figure = make_subplots(
+        rows, COLUMNS, subplot_titles=[panel["title"] for panel in panels], vertical_spacing=0.36 / rows
+    )
     for place, panel in enumerate(panels):
         row, column = place // COLUMNS + 1, place % COLUMNS + 1
         unit = panel.get("fieldConfig", {}).get("defaults", {}).get("unit", "")
@@ -46,22 +49,31 @@ def draw(board: dict[str, Any], arguments: argparse.Namespace) -> str:
             for target in panel["targets"]
             for one in series(arguments.prometheus, target["expr"], arguments.window, arguments.minutes)
         ]
+        names = 0
         for number, (name, values) in enumerate(found):
             x = [1000 * float(at) for at, _ in values]  # milliseconds, as plotly counts dates
             y = [float(value) if value != "NaN" else None for _, value in values]
             color = qualitative.Plotly[number % len(qualitative.Plotly)]
-            figure.add_scatter(x=x, y=y, name=name, line={"color": color}, row=row, col=column)
-            label = {"text": name, "showarrow": False, "font": {"color": color, "size": 10}}
-            figure.add_annotation(
-                label | {"x": 0.02, "y": 1 - 0.11 * number, "xanchor": "left", "yanchor": "top"},
-                xref="x domain",
-                yref="y domain",
-                row=row,
-                col=column,
-            )
-    figure.update_xaxes(type="date", nticks=4)
+            figure.add_scatter(x=x, y=y, line={"color": color, "width": 1.5}, row=row, col=column)
+            if any(y) and names < MAX_NAMES:
+                domains = {"xref": "x domain", "yref": "y domain", "row": row, "col": column}
+                where = {"x": 0.02, "y": 1 - 0.12 * names, "xanchor": "left", "yanchor": "top"}
+                font = {"color": color, "size": 11}
+                figure.add_annotation(
+                    text=name, showarrow=False, font=font, bgcolor="rgba(255,255,255,0.6)", **where, **domains
+                )
+                names += 1
+    now = 1000 * time.time()
+    shown = [now - 60_000 * arguments.minutes, now]
+    figure.update_xaxes(type="date", range=shown, nticks=4, tickformat="%H:%M")
     title = f"{board['title']}: its queries, answered by Prometheus (drawn by plotly, not Grafana)"
-    figure.update_layout(height=ROW_PIXELS * rows, title=title, showlegend=False, template="plotly_white")
+    figure.update_layout(
+        height=ROW_PIXELS * rows,
+        title=title,
+        showlegend=False,
+        template="plotly_white",
+        margin={"t": 90, "b": 40},
+    )
     return figure.to_html(include_plotlyjs=True, config={"displayModeBar": False})
 
 
