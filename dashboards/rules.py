@@ -70,6 +70,7 @@ def recordings(timing: Timing) -> dict[str, str]:
 
 
 def engine_alerts(timing: Timing) -> list[Alert]:
+    """A table, and long like one: an alert per row, in the order of the runbook."""
     s = Series(window=f"{timing.window_seconds}s", engines="", agents="", by=TARGET)
     waiting = s.gauge("requests_waiting")
     stuck = f"changes({engine('generation_tokens')}[{timing.hold_seconds}s])"
@@ -134,6 +135,7 @@ def engine_alerts(timing: Timing) -> list[Alert]:
 
 
 def agent_alerts(timing: Timing) -> list[Alert]:
+    """A table, and long like one: an alert per row, in the order of the runbook."""
     window = f"{timing.window_seconds}s"
 
     def refused(reason: str) -> str:

@@ -20,18 +20,11 @@ from kvpilot.k8s.distribution import (
 )
 from kvpilot.k8s.errors import StaleWriteError
 from kvpilot.k8s.policy_resource import KVPolicy, SpecError, has_kill_annotation, parse_policy
-from kvpilot.k8s.status import Change, Condition, Fact, find_condition, gate_entries, merge_conditions
+from kvpilot.k8s.status import Condition, Fact, find_condition, gate_entries, merge_conditions
 from kvpilot.k8s.workload import Hold, Pod, choose_canaries, mounted_at, selector_of, serving_pods, why_hold
 
 log = logging.getLogger(__name__)
 FALLBACK = PolicySource(name="threshold")  # named in a document that holds because the policy is not ready
-BAD = {  # what is worth a warning
-    (Condition.ACCEPTED, False),
-    (Condition.TARGET_FOUND, False),
-    (Condition.POLICY_READY, False),
-    (Condition.DISTRIBUTED, False),
-    (Condition.CANARY_PASSED, False),
-}
 
 
 class CanaryView(NamedTuple):
@@ -238,20 +231,14 @@ class Reconciler:
             return
         self._check_lead(round_)
         self._cluster.write_status(resource, status)
-        for change in filter(_worth_an_event, changes):
-            condition, fact, _ = change
-            warning = (condition, fact.status) in BAD
-            reason = f"{condition.value}{fact.reason}"
-            self._cluster.event(resource, warning=warning, reason=reason, message=fact.message or fact.reason)
+        for change in changes:
+            if change.is_event:
+                fact, reason = change.fact, f"{change.condition.value}{change.fact.reason}"
+                message = fact.message or fact.reason
+                self._cluster.event(resource, warning=change.is_warning, reason=reason, message=message)
         if document is not None and status["effectiveMode"] != old.get("effectiveMode"):
             message = f"mode {status['effectiveMode']} since revision {document.revision}"
             self._cluster.event(resource, warning=document.kill, reason="ModeChanged", message=message)
-
-
-def _worth_an_event(change: Change) -> bool:
-    """All changes, but of what is there for the first time only what is not as it should be."""
-    usual = change.fact.status is (change.condition is not Condition.HOLDING)
-    return not (change.first and usual) or change.condition is Condition.CANARY_PASSED
 
 
 def _canary_status(view: CanaryView, old: Mapping[str, Any], generation: int) -> dict[str, Any]:

@@ -33,6 +33,16 @@ class Change(NamedTuple):
     fact: Fact
     first: bool  # the condition was not there before
 
+    @property
+    def is_warning(self) -> bool:
+        return self.fact.status is False and self.condition is not Condition.HOLDING
+
+    @property
+    def is_event(self) -> bool:
+        """All changes are, but of what is there for the first time only what is not as it should be."""
+        usual = self.fact.status is (self.condition is not Condition.HOLDING)
+        return not (self.first and usual) or self.condition is Condition.CANARY_PASSED
+
 
 def rfc3339(moment: datetime) -> str:
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

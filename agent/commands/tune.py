@@ -100,7 +100,7 @@ def tune(
     """
     from kvpilot.agent.tune.command import run_tune
     from kvpilot.agent.tune.config import QUICK, Effort, TuneConfig
-    from kvpilot.agent.tune.search import Limits
+    from kvpilot.agent.tune.figures import Limits
     from kvpilot.env.replay.compare import check_out
 
     check_out(out, ".json")

@@ -18,7 +18,10 @@ POOL_NOTE = (
     "The same bytes hold 1.9 times the tokens at int8 and 3.4 times at int4. Pages are stepped down only when memory "
     "is needed."
 )
-TTFT_NOTE = f"Each dot is a request, by the time it was sent; the line is the median over {BIN_SECONDS:g} s. Logarithmic."
+TTFT_NOTE = (
+    "Each dot is a request, by the time it was sent; the line is the median over "
+    f"{BIN_SECONDS:g} s. Logarithmic."
+)
 GAP_NOTE = (
     "Mean over each answer that ended. More requests together means a slower stream for each. Logarithmic."
 )

@@ -1,16 +1,18 @@
 """`autotune evaluate`: all policies on the same held-out episodes, and what may be said of it."""
 
+import itertools
 import sys
 from datetime import UTC, datetime
 from importlib.metadata import version
 from time import monotonic
+from typing import Any
 
 from rich.console import Console
 
 from kvpilot.agent.evaluation.config import EvaluateConfig
 from kvpilot.agent.evaluation.outcome import Outcomes, collect
 from kvpilot.agent.evaluation.report import write_report
-from kvpilot.agent.evaluation.runs import KeepingJob, Run, run_all
+from kvpilot.agent.evaluation.runs import KeepingJob, Outcome, Run, run_all
 from kvpilot.agent.evaluation.sheets import (
     differences_sheet,
     learned_labels,
@@ -28,28 +30,14 @@ from kvpilot.env.tuning.rollout import EpisodeResult
 
 def run_evaluate(config: EvaluateConfig) -> int:
     """Returns the exit code: 130 if it was interrupted (what was run is kept), 1 if a policy could not be run."""
-    console, began, done = make_console(), monotonic(), 0
+    console, began = make_console(), monotonic()
     episodes = config.draw()
-    runs = config.runs(episodes)
-    with (
-        interruptible() as is_stopped,
-        progress_bar("evaluating", len({r.key for r in runs}), console) as advance,
-    ):
-
-        def on_done(index: int, outcome: object) -> None:
-            nonlocal done
-            done += 1
-            advance(done)
-
-        workers: Workers[Run, EpisodeResult] = Workers(KeepingJob(config.cache), config.workers)
-        try:
-            with workers:
-                results = run_all(workers, runs, on_done=on_done, is_stopped=is_stopped)
-        except StoppedError as error:
-            console.print(
-                f"[yellow]{error}; the same command goes on, what was run is kept in {config.cache}[/]"
-            )
-            return 130
+    try:
+        results = _run(config, config.runs(episodes), console)
+    except StoppedError as error:
+        kept = f"the same command goes on, what was run is kept in {config.cache}"
+        console.print(f"[yellow]{error}; {kept}[/]")
+        return 130
     outcomes = collect(
         [episode.family for episode in episodes],
         [policy.label for policy in config.policies],
@@ -57,21 +45,32 @@ def run_evaluate(config: EvaluateConfig) -> int:
         lambda k: f"{episodes[k].family}, seed {episodes[k].seed}",
     )
     _check_baselines(outcomes)
-    facts = {
+    facts = _facts(config, seconds=monotonic() - began)
+    page = write_report(outcomes, config.policies, episodes, facts, config.out)
+    _show(outcomes, console)
+    console.print(f"{config.out} and {page}")
+    return 1 if outcomes.failures else 0
+
+
+def _run(config: EvaluateConfig, runs: list[Run], console: Console) -> list[Outcome]:
+    workers: Workers[Run, EpisodeResult] = Workers(KeepingJob(config.cache), config.workers)
+    num_runs, count = len({run.key for run in runs}), itertools.count(1)
+    with interruptible() as is_stopped, progress_bar("evaluating", num_runs, console) as advance, workers:
+        return run_all(workers, runs, on_done=lambda *_: advance(next(count)), is_stopped=is_stopped)
+
+
+def _facts(config: EvaluateConfig, *, seconds: float) -> dict[str, Any]:
+    return {
         "label": config.label,
         "reward": config.weights.to_json(),
         "provenance": {
             "version": version("kvpilot"),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": " ".join(["autotune", *sys.argv[1:]]),
-            "seconds": round(monotonic() - began, 1),
+            "seconds": round(seconds, 1),
             "tuned": str(config.tuned),
         },
     }
-    page = write_report(outcomes, config.policies, episodes, facts, config.out)
-    _show(outcomes, console)
-    console.print(f"{config.out} and {page}")
-    return 1 if outcomes.failures else 0
 
 
 def _check_baselines(outcomes: Outcomes) -> None:

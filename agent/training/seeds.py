@@ -56,7 +56,6 @@ class SeedRun:
         self.is_stopped, self.on_point = is_stopped, on_point
         self.folder = request.out / f"seed-{seed}"
         self.points = read_points(self.folder)
-        self.clone_report: CloneReport | None = None
 
     @property
     def is_done(self) -> bool:
@@ -77,10 +76,10 @@ class SeedRun:
         config = self.request.config
         num_epochs = config.clone.members * config.clone.epochs
         with self.screen.stage(f"seed {self.seed}: cloning", num_epochs) as advance:
-            model, self.clone_report = cloned(
+            model, report = cloned(
                 self.request, self.data, CLONE_SEED + self.seed, lambda epoch: advance(epoch, "")
             )
-            advance(num_epochs, _in_words(self.clone_report))
+            advance(num_epochs, _in_words(report))
         checkpoint = self.folder / CHECKPOINT
         if checkpoint.exists():
             load_checkpoint(model, checkpoint)

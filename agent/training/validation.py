@@ -9,7 +9,7 @@ from kvpilot.agent.jobs.workers import Workers
 from kvpilot.agent.policies.spec import PolicySpec, parse_spec, tuned_specs
 from kvpilot.agent.training.errors import TrainingError
 from kvpilot.agent.training.request import TrainRequest
-from kvpilot.agent.tune.search import family_means
+from kvpilot.agent.tune.figures import family_means
 from kvpilot.engine.errors import KVPilotError
 from kvpilot.env.tuning.rollout import EpisodeResult
 

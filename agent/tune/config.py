@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpilot.agent.evaluation.runs import episode_hash, workload_hash
-from kvpilot.agent.tune.search import Limits
+from kvpilot.agent.tune.figures import Limits
 from kvpilot.agent.tune.space import SearchSpace
 from kvpilot.engine.errors import ConfigError
 from kvpilot.env.code_digest import code_digest

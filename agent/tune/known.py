@@ -8,9 +8,10 @@ from kvpilot.agent.policies.hysteresis import HysteresisConfig
 from kvpilot.agent.policies.spec import PolicySpec, static_spec
 from kvpilot.agent.tune import portfolio
 from kvpilot.agent.tune.config import TuneConfig
+from kvpilot.agent.tune.figures import Limits, family_means, mean_figures, mean_of_families
 from kvpilot.agent.tune.result import Setting, TunedResult
 from kvpilot.agent.tune.rule import rule_spec
-from kvpilot.agent.tune.search import Limits, family_means, mean_figures, mean_of_families, num_done
+from kvpilot.agent.tune.search import num_done
 from kvpilot.env.tuning.rollout import EpisodeResult
 
 if TYPE_CHECKING:

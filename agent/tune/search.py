@@ -5,18 +5,16 @@ there are or who of them is fast; a study that is taken up again goes on as it w
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from kvpilot.agent.evaluation.runs import Outcome, Run, run_all
 from kvpilot.agent.jobs.workers import StoppedError, WorkerDiedError, Workers
 from kvpilot.agent.policies.spec import PolicySpec
+from kvpilot.agent.tune.figures import Limits, family_means, mean_figures, mean_of_families
+from kvpilot.agent.tune.ladder import Ladder
 from kvpilot.agent.tune.storage import Direction, claim, give_back, take_back_lost
-from kvpilot.env.tuning.episode import Episode
-from kvpilot.env.tuning.reward import RewardWeights
 from kvpilot.env.tuning.rollout import EpisodeResult
 
 if TYPE_CHECKING:
@@ -25,66 +23,6 @@ if TYPE_CHECKING:
 OBJECTIVES = ("hit_rate", "latency_seconds", "quality_loss")  # of a study with several
 DIRECTIONS: tuple[Direction, ...] = ("maximize", "minimize", "minimize")
 KEPT_PERCENTILE, UNPRUNED_TRIALS = 50.0, 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What a setting has to keep to, on the mean over the workloads; None: no such limit."""
-
-    max_quality_loss: float | None = None  # mean KL in nats per token
-    min_goodput: float | None = None  # share of answers within the SLO
-
-    def excess(self, figures: Mapping[str, float]) -> dict[str, float]:
-        """By limit; above 0 is broken."""
-        over: dict[str, float] = {}
-        if self.max_quality_loss is not None:
-            over["quality_loss"] = figures["quality_loss"] - self.max_quality_loss
-        if self.min_goodput is not None:
-            over["goodput"] = self.min_goodput - figures["goodput_share"]
-        return over
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ladder:
-    """Episodes of training data; every trial runs all of them for `short_seconds`, then, if it is not pruned, in
-    full: first one of each workload, then the next ones."""
-
-    episodes: tuple[Episode, ...]
-    short_seconds: float
-    decide_every: int = 2
-    weights: RewardWeights = field(default_factory=RewardWeights)
-
-    def rungs(self) -> list[list[tuple[Episode, float | None]]]:
-        by_family: dict[str, list[Episode]] = {}
-        for episode in self.episodes:
-            by_family.setdefault(episode.family, []).append(episode)
-        depth = max(len(group) for group in by_family.values())
-        rungs: list[list[tuple[Episode, float | None]]] = [
-            [(one, self.short_seconds) for one in self.episodes]
-        ]
-        for k in range(depth):
-            rungs.append([(group[k], None) for group in by_family.values() if k < len(group)])
-        return rungs
-
-    def runs(self, policy: PolicySpec, rung: Iterable[tuple[Episode, float | None]]) -> list[Run]:
-        return [
-            Run(
-                episode=episode,
-                policy=policy,
-                until_seconds=until,
-                decide_every=self.decide_every,
-                weights=self.weights,
-            )
-            for episode, until in rung
-        ]
-
-    def in_order(self, results: Sequence[EpisodeResult]) -> list[EpisodeResult]:
-        """As `episodes` are."""
-        places = {(episode.family, episode.seed): place for place, episode in enumerate(self.episodes)}
-        return sorted(results, key=lambda result: places[result.episode["family"], result.episode["seed"]])
-
-    def full_runs(self, policy: PolicySpec) -> list[Run]:
-        return self.runs(policy, [(episode, None) for episode in self.episodes])
 
 
 @dataclass
@@ -240,35 +178,3 @@ def make_pruner() -> "optuna.pruners.BasePruner":
 def reward_of(trial: "optuna.trial.FrozenTrial") -> float:
     """Of a complete trial, whatever its study's objectives are."""
     return float(trial.user_attrs.get("reward", "-inf"))
-
-
-def mean_of_families(pairs: Iterable[tuple[str, float]]) -> float:
-    """Each family counts the same."""
-    groups: dict[str, list[float]] = {}
-    for family, value in pairs:
-        groups.setdefault(family, []).append(value)
-    return float(np.mean([np.mean(values) for values in groups.values()]))
-
-
-def family_means(results: Iterable[EpisodeResult]) -> dict[str, float]:
-    """Mean reward by workload."""
-    groups: dict[str, list[float]] = {}
-    for result in results:
-        groups.setdefault(result.episode["family"], []).append(result.reward)
-    return {family: float(np.mean(values)) for family, values in groups.items()}
-
-
-def mean_figures(results: Sequence[EpisodeResult]) -> dict[str, float]:
-    """What users ask about, on the mean over the workloads; the worst there is where nothing was answered."""
-
-    def mean(value: Callable[[dict[str, Any]], float | None], nothing: float) -> float:
-        pairs = [(result.episode["family"], value(result.summary)) for result in results]
-        known = [(family, number) for family, number in pairs if number is not None]
-        return mean_of_families(known) if known else nothing
-
-    return {
-        "hit_rate": mean(lambda s: s["hit_rate"], 0.0),
-        "latency_seconds": mean(lambda s: s["e2e_seconds"].get("mean"), 1e6),
-        "quality_loss": mean(lambda s: s["quality_loss"], 1.0),
-        "goodput_share": mean(lambda s: s["goodput_share"], 0.0),
-    }

@@ -9,9 +9,10 @@ from kvpilot.agent.jobs.workers import StoppedError, Workers
 from kvpilot.agent.policies.spec import PolicySpec, static_spec
 from kvpilot.agent.tune.config import TuneConfig
 from kvpilot.agent.tune.known import DEFAULT, Knobs, Known, Tuning, choose, make_tuning
+from kvpilot.agent.tune.ladder import Ladder
 from kvpilot.agent.tune.portfolio import digest_of
 from kvpilot.agent.tune.rule import first_rules, rule_settings, rule_spec, suggest_rule
-from kvpilot.agent.tune.search import DIRECTIONS, Ladder, Search, make_pruner
+from kvpilot.agent.tune.search import DIRECTIONS, Search, make_pruner
 from kvpilot.agent.tune.space import common_bounds
 from kvpilot.agent.tune.storage import Direction, open_storage, open_study
 from kvpilot.engine.errors import KVPilotError

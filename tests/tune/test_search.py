@@ -7,7 +7,9 @@ import pytest
 from kvpilot.agent.evaluation.runs import KeepingJob, Run
 from kvpilot.agent.jobs.workers import StoppedError, WorkerDiedError
 from kvpilot.agent.policies.spec import static_spec
-from kvpilot.agent.tune.search import Ladder, Limits, Search, make_pruner
+from kvpilot.agent.tune.figures import Limits
+from kvpilot.agent.tune.ladder import Ladder
+from kvpilot.agent.tune.search import Search, make_pruner
 from kvpilot.agent.tune.space import SearchSpace
 from kvpilot.agent.tune.storage import StudyError, open_storage, open_study, take_back_lost
 from kvpilot.engine.config import knob_bounds
