@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from secrets import token_hex
 
+from kvpilot.engine.errors import KVPilotError
+
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
@@ -25,3 +27,12 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """`content` (text as UTF-8) in the place of what `path` held. Raises OSError."""
     with whole_file(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def save(path: Path, content: str | bytes) -> None:
+    """`write_whole`, in a folder that is made if there is none. Raises KVPilotError that names the file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, content)
+    except OSError as error:
+        raise KVPilotError(f"{path} cannot be written: {error.strerror}") from error

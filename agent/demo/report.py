@@ -5,14 +5,15 @@ from typing import Any
 
 from kvpilot.agent.demo.charts import make_charts
 from kvpilot.agent.demo.summary import NUM_TILES, accounts, cut_off, outcome, summarize
-from kvpilot.env.pages.page import render_page, write_page
+from kvpilot.engine.files import save
+from kvpilot.env.pages.page import render_page
 
 WRITTEN = ("applied", "pending", "effective", "failed")
 
 
 def write_report(data: dict[str, Any], path: Path) -> Path:
     """Renders and writes the page; returns `path`."""
-    write_page(render(data), path)
+    save(path, render(data))
     return path
 
 

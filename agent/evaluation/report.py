@@ -17,7 +17,8 @@ from kvpilot.agent.evaluation.sheets import (
 )
 from kvpilot.agent.evaluation.timelines import make_timelines
 from kvpilot.agent.policies.spec import PolicySpec
-from kvpilot.env.pages.page import render_page, write_page
+from kvpilot.engine.files import save
+from kvpilot.env.pages.page import render_page
 from kvpilot.env.tuning.episode import Episode
 from kvpilot.env.tuning.sessions import SPLITS
 
@@ -34,8 +35,8 @@ def write_report(
     """JSON at `out` and the page beside it, whose path is returned. Raises KVPilotError."""
     page = out.with_suffix(".html")
     values = as_json(outcomes, policies, episodes, facts)
-    write_page(json.dumps(values, indent=1, allow_nan=False) + "\n", out)
-    write_page(render(outcomes, values), page)
+    save(out, json.dumps(values, indent=1, allow_nan=False) + "\n")
+    save(page, render(outcomes, values))
     return page
 
 

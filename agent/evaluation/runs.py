@@ -10,7 +10,7 @@ from pathlib import Path
 from kvpilot.agent.jobs.workers import Workers
 from kvpilot.agent.policies.spec import PolicySpec
 from kvpilot.engine.errors import KVPilotError
-from kvpilot.engine.files import write_whole
+from kvpilot.engine.files import save
 from kvpilot.env.code_digest import code_digest
 from kvpilot.env.tuning.episode import Episode
 from kvpilot.env.tuning.reward import ObjectiveReward, RewardWeights
@@ -121,8 +121,4 @@ def _read(path: Path) -> EpisodeResult | None:
 
 def _keep(result: EpisodeResult, path: Path) -> None:
     """Whole or not at all. Raises KVPilotError: a run that cannot be resumed should not be begun."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(result.to_json()))
-    except OSError as error:
-        raise KVPilotError(f"{path} cannot be written: {error.strerror}") from error
+    save(path, json.dumps(result.to_json()))

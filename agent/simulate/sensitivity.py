@@ -14,7 +14,7 @@ from kvpilot.agent.interrupt import interruptible
 from kvpilot.agent.progress import progress_bar
 from kvpilot.agent.simulate.sweeps import METRICS, MOVES, Sensitivity, grid_of, sweep
 from kvpilot.engine.config import KNOB_NAMES
-from kvpilot.engine.errors import KVPilotError
+from kvpilot.engine.files import save
 from kvpilot.env.replay.report import format_seconds
 from kvpilot.env.replay.sim import SimReplay
 from kvpilot.env.traces.trace import Trace
@@ -130,11 +130,8 @@ def _write(result: Sensitivity, trace: Trace, config: SensitivityConfig) -> None
         "points": [asdict(point) for points in result.sweeps.values() for point in points],
     }
     text = json.dumps(values).replace("NaN", "null")
-    try:
-        config.out.write_text(text + "\n", encoding="utf-8")
-        page(result).write_html(config.out.with_suffix(".html"), include_plotlyjs=True)
-    except OSError as error:
-        raise KVPilotError(f"{error.filename} cannot be written: {error.strerror}") from error
+    save(config.out, text + "\n")
+    save(config.out.with_suffix(".html"), page(result).to_html(include_plotlyjs=True))
 
 
 def page(result: Sensitivity) -> Any:

@@ -7,8 +7,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvpilot.env.pages import page
+from kvpilot.engine.files import save
 from kvpilot.env.pages.figure import GRID, Figure, frame
+from kvpilot.env.pages.page import render_page
 from kvpilot.env.traces.summary import TraceSummary
 
 Named = Sequence[tuple[str, TraceSummary]]
@@ -92,7 +93,7 @@ def show(summaries: Named, console: Console) -> None:
 # ---------------------------------------------------------------------- page
 def write_page(summaries: Named, path: Path) -> None:
     """Raises KVPilotError where `path` cannot be written."""
-    text = page.render_page(
+    text = render_page(
         "kvpilot.agent.simulate",
         "trace.html.j2",
         charts=make_charts(summaries),
@@ -100,7 +101,7 @@ def write_page(summaries: Named, path: Path) -> None:
         rows=rows(summaries),
         provenance=[(name, s.provenance) for name, s in summaries],
     )
-    page.write_page(text, path)
+    save(path, text)
 
 
 def make_charts(summaries: Named) -> list[Figure]:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvpilot.agent.tune.result import TunedResult
 from kvpilot.agent.tune.search import reward_of
-from kvpilot.env.pages import page
+from kvpilot.engine.files import save
 from kvpilot.env.pages.figure import GRID, Figure, frame, log_axis
+from kvpilot.env.pages.page import render_page
 
 if TYPE_CHECKING:
     import optuna
@@ -27,12 +28,12 @@ PARETO_NOTE = (
 
 def write_page(result: TunedResult, studies: Mapping[str, "optuna.Study"], tables: Any, path: Path) -> None:
     """Raises KVPilotError where `path` cannot be written."""
-    page.write_page(render(result, studies, tables), path)
+    save(path, render(result, studies, tables))
 
 
 def render(result: TunedResult, studies: Mapping[str, "optuna.Study"], tables: Any) -> str:
     charts = make_charts(studies)
-    return page.render_page("kvpilot.agent.tune", "tune.html.j2", charts=charts, result=result, tables=tables)
+    return render_page("kvpilot.agent.tune", "tune.html.j2", charts=charts, result=result, tables=tables)
 
 
 def make_charts(studies: Mapping[str, "optuna.Study"]) -> list[Figure]:

@@ -9,8 +9,8 @@ from typing import Any
 
 from kvpilot.agent.policies.hysteresis import HysteresisConfig
 from kvpilot.engine.config import KNOB_NAMES
-from kvpilot.engine.errors import ConfigError, InputError, KVPilotError
-from kvpilot.engine.files import write_whole
+from kvpilot.engine.errors import ConfigError, InputError
+from kvpilot.engine.files import save
 
 FORM = 1  # rises when a reader of older files would misread newer ones
 
@@ -65,11 +65,7 @@ class TunedResult:
     def write(self, path: Path) -> None:
         """As JSON; whole or not at all."""
         values = {"kvpilot_tuned": FORM, **asdict(self), "hysteresis": self.hysteresis.to_json()}
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(values, indent=2, allow_nan=False) + "\n")
-        except OSError as error:
-            raise KVPilotError(f"{path} cannot be written: {error.strerror}") from error
+        save(path, json.dumps(values, indent=2, allow_nan=False) + "\n")
 
     def check_workloads(self, hashes: Mapping[str, str], source: str) -> None:
         """Raises TunedFormError if `source` was tuned for other workloads than `hashes` names."""

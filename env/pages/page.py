@@ -1,7 +1,6 @@
-"""One HTML page that needs nothing else: what every report is rendered and written by."""
+"""One HTML page that needs nothing else: what every report is rendered by."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader
@@ -9,8 +8,6 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from kvpilot.engine.errors import KVPilotError
-from kvpilot.engine.files import write_whole
 from kvpilot.env.pages.figure import Figure
 
 PACKAGE = "kvpilot.env.pages"
@@ -32,11 +29,3 @@ def render_page(package: str, template: str, *, charts: Sequence[Figure], **valu
             **values,
         )
     )
-
-
-def write_page(text: str, path: Path) -> None:
-    """Whole or not at all. Raises KVPilotError."""
-    try:
-        write_whole(path, text)
-    except OSError as error:
-        raise KVPilotError(f"{path} cannot be written: {error.strerror}") from error

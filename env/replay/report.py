@@ -4,7 +4,8 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvpilot.env.pages.page import render_page, write_page
+from kvpilot.engine.files import save
+from kvpilot.env.pages.page import render_page
 from kvpilot.env.replay.charts import Named, color_of, make_charts
 from kvpilot.env.replay.compare import describe, warnings_of
 from kvpilot.env.replay.result import CUT_OFF, DONE, FAILED, REFUSED, ReplayResult
@@ -57,7 +58,7 @@ SAME = 0.02  # relative change that nobody should read anything into
 
 def write_report(results: list[Named], path: Path) -> None:
     """`results` are named; more than one is a comparison of each with the first. Raises KVPilotError."""
-    write_page(render(results), path)
+    save(path, render(results))
 
 
 def render(results: list[Named]) -> str:

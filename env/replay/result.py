@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvpilot.engine.errors import ConfigError, InputError, KVPilotError
-from kvpilot.engine.files import write_whole
+from kvpilot.engine.errors import ConfigError, InputError
+from kvpilot.engine.files import save
 from kvpilot.env.slo import Slo
 
 FORM = 1  # rises when a reader of older files would misread newer ones
@@ -54,10 +54,7 @@ class ReplayResult:
     def write(self, path: Path) -> None:
         """As JSON; whole or not at all."""
         values = {"kvpilot_replay": FORM, **vars(self), "slo": vars(self.slo)}
-        try:
-            write_whole(path, json.dumps(_clean(values), allow_nan=False) + "\n")
-        except OSError as error:
-            raise KVPilotError(f"{path} cannot be written: {error.strerror}") from error
+        save(path, json.dumps(_clean(values), allow_nan=False) + "\n")
 
 
 def read_result(path: Path) -> ReplayResult:

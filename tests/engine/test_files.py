@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvpilot.engine.files import whole_file, write_whole
+from kvpilot.engine.errors import KVPilotError
+from kvpilot.engine.files import save, whole_file, write_whole
 
 
 @pytest.mark.parametrize(
@@ -46,3 +47,10 @@ def test_two_may_write_the_same_file_at_once(tmp_path):
 def test_a_folder_that_is_not_there_is_an_os_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         write_whole(tmp_path / "none" / "a.json", "x")
+
+
+def test_what_is_saved_gets_a_folder_and_what_cannot_be_is_named(tmp_path):
+    save(tmp_path / "new" / "a.json", "x")
+    assert (tmp_path / "new" / "a.json").read_text() == "x"
+    with pytest.raises(KVPilotError, match=r"a\.json/b\.json cannot be written"):
+        save(tmp_path / "new" / "a.json" / "b.json", "x")
