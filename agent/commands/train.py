@@ -1,7 +1,5 @@
 """`autotune train`."""
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -69,6 +67,7 @@ def train(
 
         autotune evaluate --traces ./traces --tuned tuned.json --policy trained/policy
     """
+    from kvpilot.agent.provenance import command_line
     from kvpilot.agent.training import config as configs
     from kvpilot.agent.training.command import run_search, run_train
     from kvpilot.agent.training.request import TrainRequest
@@ -98,6 +97,6 @@ def train(
         tuned_path=tuned,
         workloads=traffic.workloads("train"),
         out=out,
-        command=shlex.join(["autotune", *sys.argv[1:]]),
+        command=command_line(),
     )
     raise typer.Exit(run_search(request, search) if search else run_train(request, resume=resume))

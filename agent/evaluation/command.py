@@ -1,9 +1,6 @@
 """`autotune evaluate`: all policies on the same held-out episodes, and what may be said of it."""
 
 import itertools
-import sys
-from datetime import UTC, datetime
-from importlib.metadata import version
 from time import monotonic
 from typing import Any
 
@@ -24,6 +21,7 @@ from kvpilot.agent.interrupt import interruptible
 from kvpilot.agent.jobs.sheet import make_console, show_sheet
 from kvpilot.agent.jobs.workers import StoppedError, Workers
 from kvpilot.agent.progress import progress_bar
+from kvpilot.agent.provenance import run_facts
 from kvpilot.engine.errors import KVPilotError
 from kvpilot.env.tuning.rollout import EpisodeResult
 
@@ -64,9 +62,7 @@ def _facts(config: EvaluateConfig, *, seconds: float) -> dict[str, Any]:
         "label": config.label,
         "reward": config.weights.to_json(),
         "provenance": {
-            "version": version("kvpilot"),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": " ".join(["autotune", *sys.argv[1:]]),
+            **run_facts(),
             "seconds": round(seconds, 1),
             "tuned": str(config.tuned),
         },

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import sys
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -14,6 +13,7 @@ from rich.table import Table
 
 from kvpilot.agent.interrupt import interruptible
 from kvpilot.agent.progress import progress_bar
+from kvpilot.agent.provenance import command_line
 from kvpilot.engine.config import EngineConfig
 from kvpilot.engine.errors import ConfigError, KVPilotError
 from kvpilot.engine.factory import build_engine
@@ -177,7 +177,7 @@ def _origin(config: CalibrateConfig, loaded: LoadedModel, num_steps: int) -> dic
             "python": platform.python_version(),
         },
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["autotune", *sys.argv[1:]]),
+        "command": command_line(),
         "steps": num_steps,
         "grid": asdict(config.grid),
         **({"note": config.note} if config.note else {}),

@@ -1,11 +1,8 @@
 """`autotune replay`: a trace in the simulator or against a server, written and shown; or results side by side."""
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
 from math import inf
 from pathlib import Path
 
@@ -15,6 +12,7 @@ from rich.table import Table
 
 from kvpilot.agent.interrupt import interruptible
 from kvpilot.agent.progress import progress_bar
+from kvpilot.agent.provenance import run_facts
 from kvpilot.agent.simulate.setup import Envelope, Requests
 from kvpilot.engine.errors import ConfigError
 from kvpilot.env.replay.compare import check_out, describe, names_of, page_of, warnings_of
@@ -114,13 +112,8 @@ def _against_server(config: ReplayConfig, trace: Trace, window_seconds: float) -
 
 
 def _with_provenance(result: ReplayResult, file: Path) -> ReplayResult:
-    facts = {
-        "version": version("kvpilot"),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["autotune", *sys.argv[1:]]),
-    }
     return replace(
-        result, trace={"name": file.name, **result.trace}, provenance={**result.provenance, **facts}
+        result, trace={"name": file.name, **result.trace}, provenance={**result.provenance, **run_facts()}
     )
 
 

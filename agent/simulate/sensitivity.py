@@ -1,7 +1,6 @@
 """`autotune sensitivity`: runs the sweeps, shows the table, writes JSON and plots."""
 
 import json
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from rich.table import Table
 
 from kvpilot.agent.interrupt import interruptible
 from kvpilot.agent.progress import progress_bar
+from kvpilot.agent.provenance import command_line
 from kvpilot.agent.simulate.sweeps import METRICS, MOVES, Sensitivity, grid_of, sweep
 from kvpilot.engine.config import KNOB_NAMES
 from kvpilot.engine.files import save
@@ -118,7 +118,7 @@ def _format(label: str, value: float) -> str:
 
 def _write(result: Sensitivity, trace: Trace, config: SensitivityConfig) -> None:
     values: dict[str, Any] = {
-        "command": " ".join(["autotune", *sys.argv[1:]]),
+        "command": command_line(),
         "trace": {"num_requests": len(trace), "provenance": list(trace.provenance)},
         "engine": asdict(config.replay.engine),
         "profile": config.replay.profile.name,

@@ -1,15 +1,14 @@
 """From a trained network to the files that run without torch."""
 
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from hashlib import sha256
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from stable_baselines3.common.policies import ActorCriticPolicy
 
 from kvpilot.agent.policies.exported import PolicyDescription, write_exported
+from kvpilot.agent.provenance import run_facts
 from kvpilot.agent.training.config import to_toml
 from kvpilot.agent.training.demonstrations import Demonstrations
 from kvpilot.agent.training.networks import actor_tensors
@@ -50,8 +49,7 @@ def trained_bounds(request: TrainRequest) -> dict[str, KnobBounds]:
 
 def provenance(request: TrainRequest) -> dict[str, Any]:
     return {
-        "version": version("kvpilot"),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **run_facts(),
         "command": request.command,
         "config_sha256": sha256(to_toml(request.config).encode()).hexdigest(),
         "tuned_sha256": request.tuned_sha256,

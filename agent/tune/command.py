@@ -1,16 +1,14 @@
 """`autotune tune`: runs the search, shows and writes what it found."""
 
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import UTC, datetime
-from importlib.metadata import version
 from time import monotonic
 
 from kvpilot.agent.interrupt import interruptible
 from kvpilot.agent.jobs.sheet import Sheet, make_console, show_sheet
 from kvpilot.agent.jobs.workers import StoppedError
 from kvpilot.agent.progress import progress_bar
+from kvpilot.agent.provenance import run_facts
 from kvpilot.agent.tune.charts import write_page
 from kvpilot.agent.tune.config import TuneConfig
 from kvpilot.agent.tune.known import Tuning
@@ -40,12 +38,7 @@ def run_tune(config: TuneConfig) -> int:
     if tuning is None:
         console.print(f"stopped before a setting was known; the same command goes on from {config.storage}")
         return 130
-    facts = {
-        "version": version("kvpilot"),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["autotune", *sys.argv[1:]]),
-        "seconds": round(monotonic() - began, 1),
-    }
+    facts = {**run_facts(), "seconds": round(monotonic() - began, 1)}
     result = replace(tuning.result, provenance={**tuning.result.provenance, **facts})
     result.write(config.out)
     sheets = [scores_sheet(tuning), portfolio_sheet(result)]
