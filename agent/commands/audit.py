@@ -1,6 +1,8 @@
 """`autotune audit`."""
 
 import time
+from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -57,11 +59,9 @@ def _moment(since: str | None) -> float | None:
     """Unix time."""
     if since is None:
         return None
-    try:
+    with suppress(ValueError):
         return time.time() - 60 * float(since)
-    except ValueError:
-        pass
     try:
-        return time.mktime(time.strptime(since, "%Y-%m-%dT%H:%M:%S"))
+        return datetime.fromisoformat(since).timestamp()
     except ValueError:
         raise ConfigError(f"since={since!r} is invalid: expected minutes, or 2026-01-31T12:00:00") from None

@@ -11,6 +11,7 @@ def register(app: typer.Typer) -> None:
     app.command()(calibrate)
 
 
+# Long: a parameter per flag.
 def calibrate(
     out: Annotated[
         Path, Option("--out", "-o", help="The profile; the measured steps lie beside it as .jsonl.")

@@ -43,7 +43,9 @@ class Sidecar:
 
     def __init__(
         self, settings: RunSettings, *, loaded: LoadedPolicy, target: Target, source: Source
-    ) -> None:
+    ) -> (
+        None
+    ):  # long: all parts of one process are put together here, in the order in which they need each other
         self.settings = settings
         trained = loaded.trained_seconds
         self.interval_seconds, decision_seconds = paces(settings, None, trained)
