@@ -26,15 +26,15 @@ def sample(logits_NV: Tensor, params: Sequence[SamplingParams], steps: Sequence[
     tokens: list[int] = logits_NV.argmax(-1).tolist()
     drawn = [i for i, p in enumerate(params) if p.temperature > 0]
     if drawn:
-        uniforms = [_uniform(params[i].seed, steps[i]) for i in drawn]
+        uniforms = [uniform(params[i].seed, steps[i]) for i in drawn]
         rows_NV = logits_NV if len(drawn) == len(params) else logits_NV[drawn]
         for i, token in zip(drawn, _draw(rows_NV, [params[i] for i in drawn], uniforms), strict=True):
             tokens[i] = token
-    logprobs = _logprobs(logits_NV, params, tokens)
+    logprobs = token_logprobs(logits_NV, params, tokens)
     return [SampledToken(token, logprobs.get(i)) for i, token in enumerate(tokens)]
 
 
-def _uniform(seed: int | None, step: int) -> float:
+def uniform(seed: int | None, step: int) -> float:
     """In [0, 1): the same for the same seed and step, on every machine."""
     return random.random() if seed is None else random.Random(f"{seed}:{step}").random()
 
@@ -105,7 +105,7 @@ def _pick(sums_NK: Tensor, uniform_N: Tensor) -> Tensor:
     return torch.searchsorted(sums_NK, target_N1, right=True).flatten()
 
 
-def _logprobs(
+def token_logprobs(
     logits_NV: Tensor, params: Sequence[SamplingParams], tokens: list[int]
 ) -> dict[int, TokenLogprobs]:
     """By row, for the requests that asked."""

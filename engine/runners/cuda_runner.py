@@ -18,14 +18,15 @@ from kvpilot.engine.cuda_attention import CudaAttention, StepPlan
 from kvpilot.engine.kernels.gpu import elementwise
 from kvpilot.engine.kernels.gpu.convert import copy_first_tokens
 from kvpilot.engine.kernels.gpu.decode import Scratch
+from kvpilot.engine.kernels.gpu.draw import draw
 from kvpilot.engine.kernels.gpu.upload import upload
 from kvpilot.engine.kv.cuda_storage import CudaStorage
 from kvpilot.engine.kv.pool import Page
 from kvpilot.engine.model.llama import Llama
 from kvpilot.engine.request import Request, SampledToken, SamplingParams, ScheduledRequest
 from kvpilot.engine.runners.graph_cache import GraphCache
-from kvpilot.engine.runners.step_plan import DecodeInputs, Launch, empty_chunk, mixed_plan
-from kvpilot.engine.sampling import sample
+from kvpilot.engine.runners.step_plan import DecodeInputs, Launch, choices, empty_chunk, mixed_plan
+from kvpilot.engine.sampling import token_logprobs
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 BUCKET_STEP = 64  # beyond the last one
@@ -106,7 +107,8 @@ class CudaRunner:
             self._run_decode(launch, replays=False)
             progress(done, len(launches))
         plan = empty_chunk(min(WARM_UP_TOKENS, self._max_tokens), self._inputs)
-        self._model.logits(self._forward(torch.zeros_like(plan.positions_T), plan)[-1:])
+        logits_1V = self._model.logits(self._forward(torch.zeros_like(plan.positions_T), plan)[-1:])
+        self._draw(logits_1V, torch.zeros((1, 4), device=logits_1V.device))
 
     @torch.inference_mode()
     def execute(self, batch: list[ScheduledRequest]) -> list[SampledToken | None]:
@@ -165,7 +167,7 @@ class CudaRunner:
             graph.replay()
 
     def _decode(self, launch: Launch) -> None:
-        """Logits and most likely tokens of the buffers' first `size` sequences."""
+        """Logits and drawn tokens of the buffers' first `size` sequences."""
         inputs, size = self._inputs, launch.size
         plan = StepPlan(
             positions_T=inputs.positions[:size],
@@ -177,7 +179,7 @@ class CudaRunner:
         token_ids_B = elementwise.take_tokens(inputs.tokens[:size], inputs.sources[:size], self._drawn_B)
         hidden_BH = self._forward(token_ids_B, plan)
         self._model.write_logits(hidden_BH, self._logits_BV[:size])
-        elementwise.argmax(self._logits_BV[:size], self._drawn_B[:size])
+        draw(self._logits_BV[:size], inputs.choices[:size], self._drawn_B[:size])
 
     def _fetch(self) -> None:
         """Begins to copy the drawn tokens to the host, before the next step draws others."""
@@ -260,11 +262,22 @@ class CudaRunner:
         return self._model.forward(token_ids_T, lambda layer, qkv: self._attention(layer, qkv, plan))
 
     def _sample(self, logits_NV: Tensor, requests: Sequence[Request]) -> list[SampledToken]:
-        steps = [request.num_output_tokens for request in requests]
-        return sample(logits_NV, [request.sampling or GREEDY for request in requests], steps)
+        """What is wanted of float32 logits."""
+        params = [request.sampling or GREEDY for request in requests]
+        chosen = choices(
+            (one, request.num_output_tokens) for one, request in zip(params, requests, strict=True)
+        )
+        tokens = self._draw(logits_NV, upload(torch.from_numpy(chosen), logits_NV.device)).tolist()
+        logprobs = token_logprobs(logits_NV, params, tokens)
+        return [SampledToken(token, logprobs.get(i)) for i, token in enumerate(tokens)]
+
+    def _draw(self, logits_NV: Tensor, choices_N4: Tensor) -> Tensor:
+        drawn_N = torch.empty(len(logits_NV), dtype=torch.int64, device=logits_NV.device)
+        draw(logits_NV, choices_N4, drawn_N)
+        return drawn_N
 
 
 def _needs_logits(entry: ScheduledRequest) -> bool:
-    """More than the most likely token is asked for."""
+    """More than a token is asked for."""
     sampling = entry.request.sampling
-    return sampling is not None and (sampling.temperature > 0 or sampling.logprobs is not None)
+    return sampling is not None and sampling.logprobs is not None

@@ -3,7 +3,7 @@
 Decoding sequences come first among the rows of a step, then the chunks of prompts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,10 +15,12 @@ from kvpilot.engine.kernels.gpu.decode import SPAN_COLUMNS, DecodeTable, max_ite
 from kvpilot.engine.kernels.gpu.layout import EXACT, INT4, KINDS
 from kvpilot.engine.kernels.gpu.upload import upload
 from kvpilot.engine.kv.cuda_storage import CudaStorage
-from kvpilot.engine.request import Request, ScheduledRequest
+from kvpilot.engine.request import Request, SamplingParams, ScheduledRequest
 from kvpilot.engine.runners.page_tables import PageTables
+from kvpilot.engine.sampling import MIN_TEMPERATURE, uniform
 
 Integers = NDArray[np.int64]
+ROW_WORDS = 7 + SPAN_COLUMNS // 2  # of 8 bytes, per sequence
 
 
 class Launch(NamedTuple):
@@ -47,7 +49,7 @@ class DecodeInputs:
         )  # by the lowest precision present
         self.num_variants = 1 + max(0 if kind == EXACT else 2 if kind == INT4 else 1 for kind in kinds)
         self.max_items = max(max_items(max_sequences, self._shape, k) for k in self.kinds)
-        header = max_sequences * (5 + SPAN_COLUMNS // 2) + (self.max_items + 1) // 2
+        header = max_sequences * ROW_WORDS + (self.max_items + 1) // 2
         words = header + 2 * self.tables.levels.size
         self._device_words = torch.zeros(words, dtype=torch.int64, device=self.device)
         self._on_gpu = self.device.type == "cuda"
@@ -59,7 +61,9 @@ class DecodeInputs:
         self.positions, self._positions = device[r : 2 * r], host[r : 2 * r]
         self.places, self._places = device[2 * r : 4 * r].view(-1, 2), host[2 * r : 4 * r].reshape(-1, 2)
         self.sources, self._sources = device[4 * r : 5 * r], host[4 * r : 5 * r]
-        spans = slice(5 * r, (5 + SPAN_COLUMNS // 2) * r)
+        self.choices = device[5 * r : 7 * r].view(torch.float32).view(-1, 4)
+        self._choices = host[5 * r : 7 * r].view(np.float32).reshape(-1, 4)
+        spans = slice(7 * r, ROW_WORDS * r)
         self._device_spans = device[spans].view(torch.int32).view(-1, SPAN_COLUMNS)
         self._spans = host[spans].view(np.int32).reshape(-1, SPAN_COLUMNS)
         self._device_items = device[spans.stop : header].view(torch.int32)
@@ -115,6 +119,9 @@ class DecodeInputs:
             self._sources[:count] = -1
         else:
             self._sources[:count] = sources
+        self._choices[:count] = choices(
+            (request.sampling, start + 1 - request.num_prompt_tokens) for request, start, _, _ in decodes
+        )
         self._positions[:count] = position
         pages, slots = np.divmod(position, self.page_size)
         self._places[:count, 0] = tables.cells[rows, pages, 0]
@@ -138,6 +145,7 @@ class DecodeInputs:
         """Sequences that read nothing and whose K and V are not kept."""
         self._tokens[begin:end] = 0
         self._sources[begin:end] = -1
+        self._choices[begin:end] = 0
         self._positions[begin:end] = 0
         self._places[begin:end] = -1
         self._spans[begin:end] = 0
@@ -147,6 +155,20 @@ class DecodeInputs:
         self._device_words[:words].copy_(self._host_words[:words], non_blocking=self._on_gpu)
         if self._copied is not None:
             self._copied.record()
+
+
+def choices(rows: Iterable[tuple[SamplingParams | None, int]]) -> NDArray[np.float32]:
+    """As `draw` takes them, of requests that have produced so many tokens."""
+    nothing = (0.0, 0.0, 1.0, 0.0)
+    return np.array(
+        [
+            (max(p.temperature, MIN_TEMPERATURE), p.top_k, p.top_p, uniform(p.seed, step))
+            if p is not None and p.temperature > 0
+            else nothing
+            for p, step in rows
+        ],
+        dtype=np.float32,
+    ).reshape(-1, 4)
 
 
 def mixed_plan(

@@ -159,14 +159,15 @@ def test_buckets_end_with_the_ceiling():
     assert batch_buckets(400)[-3:] == [320, 384, 400]
 
 
-def test_argmax_and_take_tokens(device):
-    from kvpilot.engine.kernels.gpu.elementwise import argmax, take_tokens
+def test_the_most_likely_token_and_take_tokens(device):
+    from kvpilot.engine.kernels.gpu.draw import draw
+    from kvpilot.engine.kernels.gpu.elementwise import take_tokens
 
     x = torch.randn(3, 9001).bfloat16()
     x[1, 8999] = x[1, 17] = 100  # the first of equals
     x[2] = -torch.inf
     drawn = torch.zeros(5, dtype=torch.int64, device=device)
-    argmax(x.to(device), drawn[:3])
+    draw(x.to(device), torch.zeros(3, 4, device=device), drawn[:3])
     assert drawn.tolist() == [x[0].argmax().item(), 17, 0, 0, 0]
     tokens, sources = torch.tensor([7, 8, 9], device=device), torch.tensor([1, -1, 0], device=device)
     assert take_tokens(tokens, sources, drawn).tolist() == [17, 8, drawn[0].item()]

@@ -19,21 +19,22 @@ from kvpilot.engine.kernels.page_table import PageTable
 from kvpilot.engine.kv.formats import PageShape
 
 ASM = os.environ.get("TRITON_INTERPRET") != "1"  # the interpreter runs no inline assembly
-# One-warp programs that an H200 runs at once or nearly so, some by page size: exact pages take more memory, and
-# those of 64 so much that several rounds are better; the int4 loop is bound by what a warp can do
-EXACT_PROGRAMS, BYTE_PROGRAMS, INT4_PROGRAMS = {32: 512, 64: 1024}, 1280, {32: 1536, 64: 1024}
+# One-warp programs that an H200 runs at once or nearly so, some by page size: exact pages take more memory; the int4
+# loop is bound by what a warp can do
+EXACT_PROGRAMS, BYTE_PROGRAMS, INT4_PROGRAMS = 512, 1280, {32: 1536, 64: 1024}
 INT4_REGISTERS = {32: 168, 64: None}  # at most, so that as many fit
 MIN_PAGES_PER_ITEM = 2
-# Of the software pipeline; the page table's load takes some. In a mixed kernel a deep one for the largest pages
-# would leave too little shared memory for enough programs.
+# Of the software pipeline; the page table's load takes some
 EXACT_STAGES, BYTE_STAGES, INT4_STAGES = 5, 3, 5
-MIXED_EXACT_STAGES = 1
+EXACT_STEP = 32  # tokens of exact pages that are read at a time
+# In a mixed kernel as deep a pipeline of as large steps would leave too little shared memory for enough programs
+MIXED_EXACT_STAGES, MIXED_EXACT_STEP = 3, 16
 # Items and dims that a program of the merge takes at a time, and its warps: few sequences have many items each
 FEW_SEQUENCES = 8
 MERGE_FEW, MERGE_MANY = (256, 16, 4), (8, 128, 1)
 LOG2_E = 1.4426950408889634
 SPAN_COLUMNS = 8
-PAGE_COST = np.array((4, 2, 1))  # of an exact, an 8-bit and an int4 page; see `_pages_before`
+PAGE_COST = (6, 3, 2)  # of an exact, an 8-bit and an int4 page, by the time that they take; see `_pages_before`
 
 
 class Scratch(NamedTuple):
@@ -73,7 +74,7 @@ def max_items(num_sequences: int, shape: PageShape, kinds: frozenset[int]) -> in
 def target_items(shape: PageShape, kinds: frozenset[int]) -> int:
     """That keep the GPU busy."""
     programs = INT4_PROGRAMS[shape.page_size] if INT4 in kinds else BYTE_PROGRAMS
-    return -(-(EXACT_PROGRAMS[shape.page_size] if kinds == {EXACT} else programs) // shape.num_kv_heads)
+    return -(-(EXACT_PROGRAMS if kinds == {EXACT} else programs) // shape.num_kv_heads)
 
 
 def plan_spans(
@@ -85,7 +86,7 @@ def plan_spans(
     long as all the others.
     """
     pages_B = counts_B3.sum(1)
-    cost_B = counts_B3 @ PAGE_COST
+    cost_B = counts_B3 @ np.array(PAGE_COST)
     limit = max_items(len(pages_B), shape, kinds)
     most_B = np.maximum(pages_B // MIN_PAGES_PER_ITEM, 1)
     share = -(-int(cost_B.sum()) // limit)
@@ -157,6 +158,10 @@ def decode_attention(
         BYTE_KIND=byte_kind,
         HAS_INT4=INT4 in table.kinds,
         ASM=ASM,
+        EXACT_COST=PAGE_COST[0],
+        BYTE_COST=PAGE_COST[1],
+        INT4_COST=PAGE_COST[2],
+        EXACT_STEP=EXACT_STEP if table.kinds == {EXACT} else MIXED_EXACT_STEP,
         EXACT_STAGES=EXACT_STAGES if table.kinds == {EXACT} else MIXED_EXACT_STAGES,
         BYTE_STAGES=BYTE_STAGES,
         INT4_STAGES=INT4_STAGES,

@@ -52,17 +52,19 @@ def _load_q(q_ptr, rows, valid, scale, begin, HEAD_DIM: tl.constexpr, WIDTH: tl.
 def _exact_pages(
     q, m, total, acc, pool, table, first, begin, end, num_tokens, k_offset,
     ASM: tl.constexpr, V_OFFSET: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    STAGES: tl.constexpr,
+    STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    tokens = tl.arange(0, PAGE)
+    """STEP tokens at a time: parts of a page take less shared memory on their way."""
+    PARTS: tl.constexpr = PAGE // STEP
+    tokens = tl.arange(0, STEP)
     dims = tl.arange(0, HEAD_DIM)
-    zeros = tl.zeros([PAGE, 8], tl.float32)
-    for i in tl.range(begin, end, num_stages=STAGES):
-        page = tl.load(table + 2 * i) * 16
-        base = (pool + page + k_offset).to(tl.pointer_type(tl.bfloat16))
+    zeros = tl.zeros([STEP, 8], tl.float32)
+    for i in tl.range(begin * PARTS, end * PARTS, num_stages=STAGES):
+        page = tl.load(table + 2 * (i // PARTS)) * 16
+        base = (pool + page + k_offset).to(tl.pointer_type(tl.bfloat16)) + i % PARTS * (STEP * HEAD_DIM)
         k = tl.load(base + tokens[:, None] * HEAD_DIM + dims[None, :])
         s = _dot_bf16(k, q, zeros, ASM)
-        is_valid = (i - first) * PAGE + tokens < num_tokens
+        is_valid = (i - first * PARTS) * STEP + tokens < num_tokens
         s = tl.where(is_valid[:, None], s, -float("inf"))
         m_new = tl.maximum(m, tl.max(s, 0))
         p = tl.exp2(s - m_new[None, :])
@@ -167,11 +169,15 @@ def _int4_pages(
 
 
 @triton.jit
-def _pages_before(cost, num_exact, num_byte):
-    """How many exact, 8-bit and int4 pages come before this point, if an exact one costs 4, an 8-bit one 2."""
-    after_exact = tl.maximum(cost - 4 * num_exact, 0)
-    after_byte = tl.maximum(after_exact - 2 * num_byte, 0)
-    return tl.minimum(cost // 4, num_exact), tl.minimum(after_exact // 2, num_byte), after_byte
+def _pages_before(
+    cost, num_exact, num_byte,
+    EXACT_COST: tl.constexpr, BYTE_COST: tl.constexpr, INT4_COST: tl.constexpr,
+):  # fmt: skip
+    """How many exact, 8-bit and int4 pages come before this point."""
+    after_exact = tl.maximum(cost - EXACT_COST * num_exact, 0)
+    after_byte = tl.maximum(after_exact - BYTE_COST * num_byte, 0)
+    before_exact = tl.minimum(cost // EXACT_COST, num_exact)
+    return before_exact, tl.minimum(after_exact // BYTE_COST, num_byte), after_byte // INT4_COST
 
 
 @triton.jit(do_not_specialize=["layer", "q_scale"])
@@ -179,7 +185,8 @@ def decode_kernel(
     q_ptr, pool, table, spans, items, out_ptr, partial_ptr, lse_ptr, layer, q_scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_EXACT: tl.constexpr, BYTE_KIND: tl.constexpr, HAS_INT4: tl.constexpr, ASM: tl.constexpr,
-    EXACT_STAGES: tl.constexpr, BYTE_STAGES: tl.constexpr, INT4_STAGES: tl.constexpr,
+    EXACT_COST: tl.constexpr, BYTE_COST: tl.constexpr, INT4_COST: tl.constexpr,
+    EXACT_STEP: tl.constexpr, EXACT_STAGES: tl.constexpr, BYTE_STAGES: tl.constexpr, INT4_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (kv heads, items). BYTE_KIND is 0 (no such pages), 1 (int8) or 2 (fp8).
 
@@ -209,9 +216,11 @@ def decode_kernel(
 
     # Equal shares of the cost, level after level: most items read one level only
     num_exact, num_byte = exact_end - first, byte_end - exact_end
-    cost = 4 * num_exact + 2 * num_byte + (int4_end - byte_end)
-    begin = _pages_before(cost * split // num_splits, num_exact, num_byte)
-    end = _pages_before(cost * (split + 1) // num_splits, num_exact, num_byte)
+    cost = EXACT_COST * num_exact + BYTE_COST * num_byte + INT4_COST * (int4_end - byte_end)
+    begin = _pages_before(cost * split // num_splits, num_exact, num_byte, EXACT_COST, BYTE_COST, INT4_COST)
+    end = _pages_before(
+        cost * (split + 1) // num_splits, num_exact, num_byte, EXACT_COST, BYTE_COST, INT4_COST
+    )
 
     HEAD_VALUES: tl.constexpr = PAGE * HEAD_DIM
     block = layer * (2 * NUM_KV_HEADS) + head
@@ -222,10 +231,11 @@ def decode_kernel(
     if HAS_EXACT:  # noqa: SIM102 - known when it is compiled, the next one is not
         if begin[0] < end[0]:
             q = _load_q(q_ptr, rows, valid, q_scale, 0, HEAD_DIM, HEAD_DIM).to(tl.bfloat16)
-            total = tl.zeros([PAGE, 8], tl.float32)
+            total = tl.zeros([EXACT_STEP, 8], tl.float32)
             m, total, acc = _exact_pages(
                 q, m, total, acc, pool, table, first, first + begin[0], first + end[0], tl.load(span + 4),
-                block * (2 * HEAD_VALUES), ASM, 2 * NUM_KV_HEADS * HEAD_VALUES, PAGE, HEAD_DIM, EXACT_STAGES,
+                block * (2 * HEAD_VALUES), ASM, 2 * NUM_KV_HEADS * HEAD_VALUES, PAGE, HEAD_DIM, EXACT_STEP,
+                EXACT_STAGES,
             )  # fmt: skip
             total_8 = tl.sum(total, 0)
     if BYTE_KIND > 0:  # noqa: SIM102

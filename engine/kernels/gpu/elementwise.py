@@ -104,35 +104,12 @@ def _take_tokens_kernel(tokens, sources, drawn, out, size, BLOCK: tl.constexpr):
     tl.store(out + at, tl.where(source >= 0, earlier, token), mask=inside)
 
 
-@triton.jit
-def _argmax_kernel(x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0)
-    at = tl.arange(0, BLOCK)
-    best = tl.full([BLOCK], -float("inf"), tl.float32)
-    where = tl.zeros([BLOCK], tl.int32)
-    for begin in tl.static_range(0, SIZE, BLOCK):
-        inside = begin + at < SIZE
-        x = tl.load(x_ptr + row.to(tl.int64) * SIZE + begin + at, mask=inside, other=-float("inf"))
-        x = x.to(tl.float32)
-        where = tl.where(x > best, begin + at, where)
-        best = tl.maximum(x, best)
-    largest = tl.max(best, 0)
-    tl.store(out_ptr + row, tl.min(tl.where(best == largest, where, SIZE - 1), 0).to(tl.int64))
-
-
 def take_tokens(tokens_B: Tensor, sources_B: Tensor, drawn: Tensor) -> Tensor:
     """`drawn[source]` where the source is not negative, else the token: int64 [B]."""
     out_B = torch.empty_like(tokens_B)
     size = len(tokens_B)
     _take_tokens_kernel[(1,)](tokens_B, sources_B, drawn, out_B, size, BLOCK=triton.next_power_of_2(size))
     return out_B
-
-
-def argmax(x_NV: Tensor, out_N: Tensor) -> None:
-    """The first of the largest values of each row, int64; contiguous rows."""
-    size = x_NV.shape[1]
-    block = min(8192, triton.next_power_of_2(size))
-    _argmax_kernel[(len(x_NV),)](x_NV, out_N, SIZE=size, BLOCK=block, num_warps=16)
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
