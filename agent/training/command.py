@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -66,27 +67,26 @@ def run_search(request: TrainRequest, trials: int) -> int:
 
 def _table(done: Trained) -> Table:
     """A column per policy: names of workloads are long, numbers are not."""
-    best = {seed: max(points, key=lambda point: point.reward) for seed, points in done.seeds.items()}
-    columns = [*done.baselines.values(), *best.values()]
-    names = [
-        *done.baselines,
-        *(f"[bold]seed {seed}[/]" if seed == done.best else f"seed {seed}" for seed in best),
-    ]
+    columns: dict[str, Any] = {
+        **done.baselines,
+        **{f"seed {seed}": point for seed, point in done.best.items()},
+    }
+    if done.joined:
+        columns["seeds joined"] = done.joined
+    names = [f"[bold]{name}[/]" if score is done.score else name for name, score in columns.items()]
     table = Table("validation reward", *names, title="What was learned")
-    for workload in done.point.by_workload:
-        table.add_row(workload, *(f"{score.by_workload[workload]:.3f}" for score in columns))
-    table.add_row("mean", *(f"[bold]{score.reward:.4f}[/]" for score in columns))
-    table.add_row("knob changes an hour", *(f"{score.changes_per_hour:.1f}" for score in columns))
-    table.add_row(
-        "steps of PPO", *("" for _ in done.baselines), *(str(point.steps) for point in best.values())
-    )
+    for workload in done.score.by_workload:
+        table.add_row(workload, *(f"{score.by_workload[workload]:.3f}" for score in columns.values()))
+    table.add_row("mean", *(f"[bold]{score.reward:.4f}[/]" for score in columns.values()))
+    table.add_row("knob changes an hour", *(f"{score.changes_per_hour:.1f}" for score in columns.values()))
+    table.add_row("steps of PPO", *(str(getattr(score, "steps", "")) for score in columns.values()))
     return table
 
 
 def _verdict(done: Trained) -> str:
     best_other = max(score.reward for score in done.baselines.values())
-    gain = done.point.reward - best_other
-    seeds = [max(point.reward for point in points) for points in done.seeds.values()]
+    gain = done.score.reward - best_other
+    seeds = [point.reward for point in done.best.values()]
     spread = f"; seeds reach {min(seeds):.4f} to {max(seeds):.4f}" if len(seeds) > 1 else ""
     learned = f"{gain:+.4f} over the better of static-best and rule{spread}"
     warning = "" if gain > 0 else ": nothing was won by learning here"

@@ -1,6 +1,6 @@
 """The networks, as stable-baselines3 policies: fixed normalisation, tanh layers, an optional LSTM."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -147,6 +147,16 @@ def actor_tensors(policy: ActorCriticPolicy) -> dict[str, NDArray[np.float32]]:
     assert isinstance(policy.action_net, torch.nn.Linear)
     tensors["action.weight"], tensors["action.bias"] = policy.action_net.weight, policy.action_net.bias
     return {name: np.ascontiguousarray(tensor.detach().numpy()) for name, tensor in tensors.items()}
+
+
+def load_actor(policy: ActorCriticPolicy, tensors: Mapping[str, NDArray[np.float32]]) -> None:
+    """The reverse of `actor_tensors`, for networks without an LSTM; the part that values states stays as it is."""
+    *hidden, head = _actor_layers(policy)
+    names = [*(f"layers.{number}" for number in range(len(hidden))), "action"]
+    with torch.no_grad():
+        for name, layer in zip(names, [*hidden, head], strict=True):
+            layer.weight.copy_(torch.from_numpy(tensors[f"{name}.weight"]))
+            layer.bias.copy_(torch.from_numpy(tensors[f"{name}.bias"]))
 
 
 def _linear_layers(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Linear]:

@@ -54,7 +54,7 @@ class SeedRun:
         self.request, self.seed, self.data = request, seed, data
         self.validator, self.screen = validator, screen
         self.is_stopped, self.on_point = is_stopped, on_point
-        self.folder = request.out / f"seed-{seed}"
+        self.folder = seed_folder(request, seed)
         self.points = read_points(self.folder)
 
     @property
@@ -138,6 +138,10 @@ class SeedRun:
         best = max(point.reward for point in self.points)
         now = "" if math.isnan(progress.reward) else f"reward {progress.reward:.3f}, "
         return f"{now}validated {self.points[-1].reward:.4f}, best {best:.4f}"
+
+
+def seed_folder(request: TrainRequest, seed: int) -> Path:
+    return request.out / f"seed-{seed}"
 
 
 def close_quietly(env: Any) -> None:

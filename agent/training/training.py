@@ -13,10 +13,11 @@ from kvpilot.agent.policies.exported import load_exported
 from kvpilot.agent.training.config import TrainConfig, read_config, to_toml
 from kvpilot.agent.training.errors import FolderError
 from kvpilot.agent.training.export import provenance
+from kvpilot.agent.training.joining import JOINED, join_seeds
 from kvpilot.agent.training.request import TrainRequest
 from kvpilot.agent.training.rounds import demonstrate
 from kvpilot.agent.training.screen import Screen
-from kvpilot.agent.training.seeds import BEST, Point, SeedRun, write_json
+from kvpilot.agent.training.seeds import BEST, Point, SeedRun, seed_folder, write_json
 from kvpilot.agent.training.validation import Score, Validator
 
 CONFIG, INPUTS, TUNED, REPORT, POLICY = "config.toml", "inputs.json", "tuned.json", "training.json", "policy"
@@ -24,17 +25,36 @@ CONFIG, INPUTS, TUNED, REPORT, POLICY = "config.toml", "inputs.json", "tuned.jso
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What came of it. `seeds` are the validated points by seed; `best` names the seed whose best one is exported."""
+    """What came of it. `seeds` are the validated points by seed, `joined` is the network made of their best ones.
+    One of them is exported, see `exported`."""
 
     baselines: dict[str, Score]
     seeds: dict[int, list[Point]]
-    best: int
+    joined: Score | None  # None: one seed, networks with an LSTM, or stopped before all seeds were trained
     is_complete: bool
     policy: Path
 
     @property
-    def point(self) -> Point:
-        return _best_of(self.seeds[self.best])
+    def best(self) -> dict[int, Point]:
+        """The best state of each seed."""
+        return {seed: _best_of(points) for seed, points in self.seeds.items()}
+
+    @property
+    def exported(self) -> int | None:
+        """The seed whose best state is exported; None: it is the joined one. That is preferred unless it validates
+        worse than the seeds do on average: the best of many noisy scores is partly luck."""
+        rewards = [point.reward for point in self.best.values()]
+        if self.joined is not None and self.joined.reward >= sum(rewards) / len(rewards):
+            return None
+        return max(self.best, key=lambda seed: self.best[seed].reward)
+
+    @property
+    def score(self) -> Point | Score:
+        """Of what is exported."""
+        if self.exported is not None:
+            return self.best[self.exported]
+        assert self.joined is not None
+        return self.joined
 
 
 def train(request: TrainRequest, screen: Screen, is_stopped: Callable[[], bool]) -> Trained:
@@ -55,25 +75,37 @@ def train(request: TrainRequest, screen: Screen, is_stopped: Callable[[], bool])
             num_done += run.is_done
             if is_stopped():
                 break
+        is_complete = num_done == request.config.seeds
+        joined = None
+        if is_complete and len(seeds) > 1 and not request.config.ppo.recurrent:
+            with suppress(StoppedError):
+                joined = join_seeds(request, list(seeds), data, validator)
     if not seeds:
         raise StoppedError("stopped before a policy was validated")
-    return _conclude(request, baselines, seeds, is_complete=num_done == request.config.seeds)
+    return _conclude(
+        request,
+        Trained(
+            baselines=baselines,
+            seeds=seeds,
+            joined=joined,
+            is_complete=is_complete and not is_stopped(),
+            policy=request.out / POLICY,
+        ),
+    )
 
 
-def _conclude(
-    request: TrainRequest, baselines: dict[str, Score], seeds: dict[int, list[Point]], *, is_complete: bool
-) -> Trained:
-    best = max(seeds, key=lambda seed: _best_of(seeds[seed]).reward)
-    folder = request.out / POLICY
-    shutil.copytree(request.out / f"seed-{best}" / BEST, folder, dirs_exist_ok=True)
-    done = Trained(baselines=baselines, seeds=seeds, best=best, is_complete=is_complete, policy=folder)
+def _conclude(request: TrainRequest, done: Trained) -> Trained:
+    seed = done.exported
+    source = request.out / JOINED if seed is None else seed_folder(request, seed) / BEST
+    shutil.copytree(source, done.policy, dirs_exist_ok=True)
     report: dict[str, Any] = {
         "kvpilot_training": 1,
-        "is_complete": is_complete,
-        "best_seed": best,
-        "policy_hash": load_exported(folder).hash,
-        "baselines": {name: score._asdict() for name, score in baselines.items()},
-        "seeds": {seed: [asdict(point) for point in points] for seed, points in seeds.items()},
+        "is_complete": done.is_complete,
+        "exported": source.relative_to(request.out).as_posix(),
+        "policy_hash": load_exported(done.policy).hash,
+        "baselines": {name: score._asdict() for name, score in done.baselines.items()},
+        "joined": done.joined and done.joined._asdict(),
+        "seeds": {seed: [asdict(point) for point in points] for seed, points in done.seeds.items()},
         "provenance": provenance(request),
     }
     write_json(request.out / REPORT, report)

@@ -4,6 +4,7 @@ import json
 import signal
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from kvpilot.agent.jobs.workers import StoppedError
@@ -50,7 +51,7 @@ def test_a_training_leaves_a_policy_that_runs_and_says_where_it_comes_from(make_
     policy = load_exported(done.policy)
     described = policy.description
     assert described.provenance["workloads"] == request.hashes
-    assert described.evaluation["reward"] == done.point.reward == max(p.reward for p in done.seeds[0])
+    assert described.evaluation["reward"] == done.score.reward == max(p.reward for p in done.seeds[0])
     settings = described.actions.to_json()["settings"]
     assert [setting["name"] for setting in settings] == ["level-1", "level-0", "level-2"]
     assert read_config(request.out / "config.toml") == SMALLEST
@@ -60,7 +61,7 @@ def test_a_training_leaves_a_policy_that_runs_and_says_where_it_comes_from(make_
     assert list((request.out / "tensorboard").rglob("events.*"))
     episode = workload.with_(split="validation").draw(500_000)
     result = run_episode(episode, policy, decide_every=1)
-    assert result.reward == pytest.approx(done.point.reward)
+    assert result.reward == pytest.approx(done.score.reward)
     lows, highs = described.envelope_low, described.envelope_high
     assert all(0 <= low <= high <= 1 for low, high in zip(lows, highs, strict=True))
     assert max(highs) > 0.1
@@ -105,7 +106,7 @@ def test_stopped_in_ppo_it_exports_the_best_so_far_and_resumes(make_request, run
     points = request.out / "seed-0" / "points.json"
     partial = run(request, is_stopped=lambda: points.exists() and len(json.loads(points.read_text())) > 1)
     assert not partial.is_complete
-    assert load_exported(partial.policy).description.evaluation["reward"] == partial.point.reward
+    assert load_exported(partial.policy).description.evaluation["reward"] == partial.score.reward
     done = run(request, resume=True)
     assert done.is_complete
     steps = [point.steps for point in done.seeds[0]]
@@ -120,6 +121,21 @@ def test_stopped_between_two_seeds_it_is_not_complete(make_request, run):
     assert list(partial.seeds) == [0]
     assert not partial.is_complete
     assert run(request, resume=True).is_complete
+
+
+def test_several_seeds_are_joined_to_a_network_that_averages_them(make_request, run, workload):
+    done = run(make_request(SMALLEST.with_(seeds=2, ppo={"steps": 0})))
+    assert done.joined is not None
+    out = done.policy.parent
+    policies = [load_exported(out / name) for name in ("seed-0/best", "seed-1/best", "joined")]
+    inputs = np.random.default_rng(0).uniform(size=(20, policies[0].network.num_inputs)).astype(np.float32)
+    one, other, joined = ([policy.network.logits(row) for row in inputs] for policy in policies)
+    assert np.allclose(np.add(one, other) / 2, joined, atol=1e-5)
+    assert not np.allclose(one, other, atol=1e-3)
+    exported = load_exported(done.policy)
+    assert exported.description.evaluation["reward"] == done.score.reward
+    seeds = [point.reward for point in done.best.values()]
+    assert (done.exported is None) == (done.joined.reward >= sum(seeds) / 2)
 
 
 def test_a_folder_that_cannot_be_written_is_named(make_request, tmp_path):
@@ -186,7 +202,7 @@ def test_a_recurrent_policy_trains_and_runs(make_request, run, workload):
     policy = load_exported(done.policy)
     assert policy.network.lstm is not None
     result = run_episode(workload.with_(split="validation").draw(500_000), policy, decide_every=1)
-    assert result.reward == pytest.approx(done.point.reward)
+    assert result.reward == pytest.approx(done.score.reward)
 
 
 def test_a_tuned_file_of_other_workloads_is_refused(make_request, tuned):
