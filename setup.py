@@ -35,7 +35,10 @@ HEADERS = ("simd", "formats", "elementwise", "attention", "convert", "prefill")
 # What runs per page, per step or per request, and calls each other. Keep engine/compiled.py: FOLDERS in step.
 COMPILED = {
     "engine": ("core", "request", "scheduler", "stats", "step_features"),
-    "engine/kv": ("cache", "eviction", "formats", "hashing", "pool", "slots", "storage"),
+    "engine/kv": (
+        *("cache", "eviction", "formats", "hashing", "idle", "idle_queue", "page"),
+        *("pool", "slots", "storage"),
+    ),
     "env/simulator": ("clock", "core", "step_cost"),
 }
 GROUP = "kvpilot.engine._compiled"  # all of them are one library, GROUP__mypyc, and a shim for each module

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from kvpilot.engine.kv.formats import PageShape
-from kvpilot.engine.kv.pool import KVPool, Page
+from kvpilot.engine.kv.page import Page
+from kvpilot.engine.kv.pool import KVPool
 from kvpilot.engine.kv.torch_storage import TorchStorage
 
 SMOLLM2 = PageShape(num_layers=30, num_kv_heads=3, head_dim=64)

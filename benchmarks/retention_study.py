@@ -22,7 +22,7 @@ from kvpilot.engine.config import Knobs
 from kvpilot.engine.engine import Engine
 from kvpilot.engine.errors import KVPilotError
 from kvpilot.engine.kv.cache import KVCache, Take
-from kvpilot.engine.kv.pool import Page, PageState
+from kvpilot.engine.kv.page import Page, PageState
 from kvpilot.engine.request import Request
 from kvpilot.engine.scheduler import Scheduler
 from kvpilot.env.replay.sim import SimReplay, replay_simulated
@@ -63,8 +63,7 @@ class FrozenCache(KVCache):
 
     def _step_down_idle(self, now: float) -> bool:
         for level in range(self.knobs.kv_level):
-            plain, sinks = self._idle[PageState.UNPROTECTED][level]
-            page = plain.first(now) or (sinks.first(now) if level < self.pool.guard_level else None)
+            page = self.idle.to_step_down(PageState.UNPROTECTED, level, now)
             if page is not None and self.pool.has_cells(level + 1):
                 self._step_down_queued(page, now)
                 return True

@@ -28,19 +28,20 @@ from kvpilot.engine.kv.storage import PageStorage
 from kvpilot.engine.model.load import LoadedModel, load_model
 from kvpilot.engine.request import SampledToken, SamplingParams, ScheduledRequest
 from kvpilot.engine.runners.base import Runner
-from kvpilot.env.replay.result import REQUEST_COLUMNS, Slo
+from kvpilot.env.replay.result import REQUEST_COLUMNS
 from kvpilot.env.replay.sim import SimReplay, replay_simulated, request_row
 from kvpilot.env.replay.summary import summarize
 from kvpilot.env.replay.synthetic import SyntheticText
 from kvpilot.env.simulator.latency import LatencyProfile, load_profile
-from kvpilot.env.traces.trace import Trace, offsets_of
+from kvpilot.env.slo import Slo
+from kvpilot.env.traces.blocks import offsets_of
+from kvpilot.env.traces.trace import Trace
 
 PAGE_TOKENS = 32
 SYSTEM_BLOCKS, NUM_SYSTEMS = 3, 4  # chats share one of a few system prompts
 SESSIONS_PER_SECOND = {"low": 0.2, "medium": 0.6, "overload": 2.0}
-STEP_ERROR = (
-    0.03  # of a calibrated profile, on steps held out: what a figure moves by is what no profile can promise
-)
+# of a calibrated profile, on steps held out: what a figure moves by is what no profile can promise
+STEP_ERROR = 0.03
 FIGURES = {
     "output tokens/s": ("output_tokens_per_second",),
     "hit rate": ("hit_rate",),

@@ -26,9 +26,9 @@ from pathlib import Path
 from kvpilot.engine import compiled
 from kvpilot.engine.config import Knobs
 from kvpilot.engine.errors import KVPilotError
-from kvpilot.env.replay.result import Slo
 from kvpilot.env.replay.sim import SimReplay, make_simulation
 from kvpilot.env.simulator.latency import load_profile
+from kvpilot.env.slo import Slo
 from kvpilot.env.traces.compose import concatenate, sample_sessions
 from kvpilot.env.traces.readers import read_trace
 from kvpilot.env.traces.trace import Trace

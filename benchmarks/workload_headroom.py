@@ -11,43 +11,27 @@ import argparse
 import json
 import time
 from collections import defaultdict
-from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 
-from kvpilot.engine.config import KnobBounds
-from kvpilot.env.observation import Observation
-from kvpilot.env.policy import KnobValues, Proposal
+from kvpilot.agent.policies.static import StaticPolicy
 from kvpilot.env.tuning.rollout import EpisodeResult, run_episode
 from kvpilot.env.tuning.standard import NAMED, RANDOM_COMPOSITION, standard_workloads
 from kvpilot.env.tuning.workload import Workload
 
-SETTINGS = {  # ttl_seconds, size_factor, max_batch, kv_level
-    "default": (0.0, 0.0, 64, 0),
-    "16 bit, retain .7": (60.0, 0.7, 64, 0),
-    "8 bit, retain .3": (60.0, 0.3, 64, 1),
-    "8 bit, retain .6": (60.0, 0.6, 64, 1),
-    "8 bit, retain .9": (120.0, 0.9, 64, 1),
-    "4 bit": (0.0, 0.0, 64, 2),
-    "4 bit, retain .6": (60.0, 0.6, 64, 2),
-    "4 bit, retain .9": (300.0, 0.9, 64, 2),
+SETTINGS = {
+    name: dict(zip(("ttl_seconds", "size_factor", "max_batch", "kv_level"), values, strict=True))
+    for name, values in {
+        "default": (0.0, 0.0, 64, 0),
+        "16 bit, retain .7": (60.0, 0.7, 64, 0),
+        "8 bit, retain .3": (60.0, 0.3, 64, 1),
+        "8 bit, retain .6": (60.0, 0.6, 64, 1),
+        "8 bit, retain .9": (120.0, 0.9, 64, 1),
+        "4 bit": (0.0, 0.0, 64, 2),
+        "4 bit, retain .6": (60.0, 0.6, 64, 2),
+        "4 bit, retain .9": (300.0, 0.9, 64, 2),
+    }.items()
 }
-
-
-class Static:
-    """Sets the same knobs at every decision."""
-
-    def __init__(self, name: str, ttl: float, size: float, batch: int, level: int) -> None:
-        self.name = name
-        self._knobs = {"ttl_seconds": ttl, "size_factor": size, "max_batch": batch, "kv_level": level}
-
-    def reset(self) -> None:
-        pass
-
-    def propose(
-        self, observation: Observation, knobs: KnobValues, bounds: Mapping[str, KnobBounds]
-    ) -> Proposal:
-        return Proposal(self._knobs, "static")
 
 
 def by_regime(results: list[EpisodeResult]) -> dict[str, list[float]]:
@@ -67,9 +51,9 @@ def study(workload: Workload, seeds: range) -> dict:
     cpu_seconds = num_windows = 0.0
     regimes: dict[str, list[float]] = {}
     print(f"\n{workload.name}: {len(episodes)} episodes of the {workload.split} split")
-    for name, values in SETTINGS.items():
+    for name, knobs in SETTINGS.items():
         begin = time.process_time()
-        results = [run_episode(episode, Static(name, *values)) for episode in episodes]
+        results = [run_episode(episode, StaticPolicy(knobs, name)) for episode in episodes]
         cpu_seconds += time.process_time() - begin
         regimes = by_regime(results)
         num_windows += sum(map(len, regimes.values()))

@@ -13,7 +13,8 @@ from kvpilot.engine.kv.cache import KVCache
 from kvpilot.engine.kv.eviction import POLICIES, EvictionPolicy
 from kvpilot.engine.kv.formats import PageShape
 from kvpilot.engine.kv.hashing import TokenChain
-from kvpilot.engine.kv.pool import KVPool, PageState
+from kvpilot.engine.kv.page import PageState
+from kvpilot.engine.kv.pool import KVPool
 from kvpilot.engine.kv.storage import PageStorage
 from kvpilot.engine.request import (
     FinishReason,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvpilot.engine.errors import RequestError
 
 if TYPE_CHECKING:
-    from kvpilot.engine.kv.pool import Page
+    from kvpilot.engine.kv.page import Page
 
 
 class FinishReason(StrEnum):
@@ -66,9 +66,8 @@ class Request:
     num_tokens: int = 0  # prompt + output so far
     num_computed: int = 0  # tokens whose K and V are in the pages
     num_cached: int = 0  # prompt tokens found in the prefix cache at (first) admission
-    pages: list["Page"] = field(
-        default_factory=list
-    )  # page i holds tokens [i * page_size, (i+1) * page_size)
+    # page i holds tokens [i * page_size, (i+1) * page_size)
+    pages: list["Page"] = field(default_factory=list)
     num_sealed: int = 0  # leading pages that are sealed
     is_decoding: bool = False  # admitted, and all but the last token computed
     num_known_pages: int = 0  # while waiting: leading pages that the prefix cache has
@@ -91,6 +90,19 @@ class Request:
     def is_prefilling(self) -> bool:
         """More than the one token that a decode step computes is missing."""
         return self.num_tokens - self.num_computed > 1
+
+    @property
+    def is_answered(self) -> bool:
+        """It ended with all of its answer: neither aborted nor failed."""
+        return self.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+
+    @property
+    def mean_gap_seconds(self) -> float | None:
+        """Between two tokens of the output; None for fewer than two."""
+        gaps = self.num_output_tokens - 1
+        if self.first_token_time is None or self.last_token_time is None or gaps < 1:
+            return None
+        return (self.last_token_time - self.first_token_time) / gaps
 
 
 class ScheduledRequest(NamedTuple):

@@ -7,7 +7,7 @@ from kvpilot.engine.compiled import mypyc_attr
 from kvpilot.engine.config import EngineConfig, Knobs
 from kvpilot.engine.errors import PoolIntegrityError
 from kvpilot.engine.kv.cache import KVCache, Take
-from kvpilot.engine.kv.pool import Page, PageState
+from kvpilot.engine.kv.page import Page, PageState
 from kvpilot.engine.request import FinishReason, Request, SampledToken, ScheduledRequest, StepOutput
 from kvpilot.engine.stats import StatsRecorder
 
@@ -50,7 +50,7 @@ class Scheduler:
     # ------------------------------------------------------------------ schedule
     def schedule(self, now: float) -> list[ScheduledRequest]:
         """The requests and token ranges of the next step; empty if nothing can run."""
-        self.cache.tick(now)
+        self.cache.idle.tick(now)
         self._has_tried_to_admit = self._grow(now)
         if self._has_tried_to_admit:
             self._admit(now)
@@ -227,7 +227,7 @@ class Scheduler:
             self.waiting.remove(request)
         request.finish_reason, request.finish_time = reason, now
         self._stats.add("requests_finished", 1, reason.value)
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+        if request.is_answered:
             self._stats.observe("e2e_request_seconds", now - request.arrival_time)
 
     def _finish_reason(self, request: Request, token: int | None) -> FinishReason | None:
@@ -236,12 +236,6 @@ class Scheduler:
         if request.num_output_tokens >= request.max_tokens or request.num_tokens >= self.max_model_len:
             return FinishReason.LENGTH
         return None
-
-    def _seal_full_pages(self, request: Request) -> None:
-        while request.num_sealed < request.num_computed // self._page_size:
-            index = request.num_sealed
-            self.cache.seal(request.pages, index, request.block_hash(index))
-            request.num_sealed += 1
 
     def _book_tokens(self, request: Request, now: float, num_tokens: int) -> None:
         self._stats.add("generation_tokens", num_tokens)
@@ -253,27 +247,12 @@ class Scheduler:
             self._stats.observe("inter_token_seconds", gap, num_tokens)
         request.last_token_time = now
 
-    # ------------------------------------------------------------------ many steps at once
-    def quiet_steps(self, batch: list[ScheduledRequest], now: float) -> int:
-        """How many equal steps, this one included, decide nothing but time: the same requests decode, none ends,
-        none needs or fills a page. What the clock alone can change is said by `next_deadline`."""
-        if not self._has_tried_to_admit:
-            return 1
-        page_size = self._page_size
-        quiet = 1 << 30
-        for request, start, num_new, samples in batch:
-            if num_new > 1 or not samples or request.last_token_time != now:
-                return 1
-            quiet = min(quiet, request.max_tokens - request.num_output_tokens)
-            quiet = min(quiet, self.max_model_len - request.num_tokens)
-            quiet = min(quiet, page_size - start % page_size)
-        return quiet
-
-    def next_deadline(self) -> float:
-        """The first moment after which a step would decide otherwise though nothing happened: a retained page
-        expires, or the oldest waiting request starves. A step that starts at that very moment does not."""
-        starving = self.waiting[0].arrival_time + self._starvation_seconds if self.waiting else inf
-        return min(starving, self.cache.next_expiry())
+    # ------------------------------------------------------------------ pages of a request
+    def _seal_full_pages(self, request: Request) -> None:
+        while request.num_sealed < request.num_computed // self._page_size:
+            index = request.num_sealed
+            self.cache.seal(request.pages, index, request.block_hash(index))
+            request.num_sealed += 1
 
     def _note_decoding(self, request: Request) -> None:
         if not request.is_decoding and not request.is_prefilling:
@@ -295,16 +274,36 @@ class Scheduler:
         )
         request.pages, request.num_sealed = [], 0
 
+    # ------------------------------------------------------------------ many steps at once
+    def quiet_steps(self, batch: list[ScheduledRequest], now: float) -> int:
+        """How many equal steps, this one included, decide nothing but time: the same requests decode, none ends,
+        none needs or fills a page. What the clock alone can change is said by `next_deadline`."""
+        if not self._has_tried_to_admit:
+            return 1
+        page_size = self._page_size
+        quiet = 1 << 30
+        for request, start, num_new, samples in batch:
+            if num_new > 1 or not samples or request.last_token_time != now:
+                return 1
+            quiet = min(quiet, request.max_tokens - request.num_output_tokens)
+            quiet = min(quiet, self.max_model_len - request.num_tokens)
+            quiet = min(quiet, page_size - start % page_size)
+        return quiet
+
+    def next_deadline(self) -> float:
+        """The first moment after which a step would decide otherwise though nothing happened: a retained page
+        expires, or the oldest waiting request starves. A step that starts at that very moment does not."""
+        starving = self.waiting[0].arrival_time + self._starvation_seconds if self.waiting else inf
+        return min(starving, self.cache.idle.next_expiry())
+
+    # ------------------------------------------------------------------ checks
     def check_integrity(self) -> None:
         """Raise PoolIntegrityError unless the running requests use exactly the live pages."""
         users: dict[Page, int] = {}
         guards: dict[Page, int] = {}
-        limits: dict[Page, list[int]] = {}
         for request in self.running:
             for page in request.pages:
                 users[page] = users.get(page, 0) + 1
-                if request.max_kv_level is not None:
-                    limits.setdefault(page, []).append(request.max_kv_level)
             for page in self.cache.tail(request.pages, request.num_sealed):
                 guards[page] = guards.get(page, 0) + 1
             sealed = sum(page.is_sealed for page in request.pages)
@@ -317,12 +316,21 @@ class Scheduler:
         wrong = [p.page_id for p in users if p.refs != users[p] or p.guards != guards.get(p, 0)]
         if live != len(users) or wrong:
             raise PoolIntegrityError(f"live pages: booked {live}, in use {len(users)}, wrong users {wrong}")
-        for page in users:
-            booked = sorted(page.limits or [])
-            if booked != sorted(limits.get(page, [])) or page.level > min(booked, default=page.level):
-                raise PoolIntegrityError(
-                    f"page {page.page_id} at level {page.level}: limits booked {booked}, of its users "
-                    f"{limits.get(page, [])}"
-                )
         if any(request.pages for request in self.waiting):
             raise PoolIntegrityError("a waiting request holds pages")
+        self._check_limits()
+
+    def _check_limits(self) -> None:
+        """What pages know of their users' `max_kv_level`, and that none is coarser."""
+        limits: dict[Page, list[int]] = {}
+        for request in self.running:
+            for page in request.pages:
+                of_page = limits.setdefault(page, [])
+                if request.max_kv_level is not None:
+                    of_page.append(request.max_kv_level)
+        for page, wanted in limits.items():
+            booked = sorted(page.limits or [])
+            if booked != sorted(wanted) or page.level > min(booked, default=page.level):
+                raise PoolIntegrityError(
+                    f"page {page.page_id} at level {page.level}: limits booked {booked}, of its users {wanted}"
+                )

@@ -206,9 +206,6 @@ class StatsRecorder:
         series: Series = (name, (label,))
         self._labelled[series] = self._labelled.get(series, 0) + amount
 
-    def count(self, name: str, *labels: str) -> float:
-        return self._labelled.get((name, labels), 0) if labels else self._counters[name]
-
     def observe(self, name: str, value: float, times: int = 1) -> None:
         self._bucket_counts[name][bisect_left(self._buckets[name], value)] += times
         self._sums[name] += value * times

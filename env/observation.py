@@ -27,14 +27,10 @@ class Observation:
     prompt_tokens_per_second: float | None = None  # of the requests admitted
     rejected: float | None = None  # requests refused in the window
     forced_admissions: float | None = None  # of starving requests, in the window
-    released_per_second: float | None = (
-        None  # cached pages dropped because memory was needed, protected or not
-    )
+    released_per_second: float | None = None  # cached pages dropped because memory was needed
     retained_released_per_second: float | None = None  # those of them that were protected
     stepped_down_per_second: float | None = None  # pages re-encoded to a lower precision
-    slo_violation_share: float | None = (
-        None  # larger of: first tokens later than the SLO, gaps longer than it
-    )
+    slo_violation_share: float | None = None  # of first tokens, or of gaps between tokens if that is larger
     quality_loss: float | None = None  # mean KL in nats per token over the pages that decode steps read
     hit_rate: float | None = None  # share of prompt tokens found in the prefix cache
     tokens_per_second: float | None = None  # generated

@@ -15,9 +15,8 @@ from requests.auth import AuthBase
 from urllib3.util.retry import Retry
 
 from kvpilot.engine.errors import ConfigError
-from kvpilot.engine.stats import METRICS, StatsSnapshot, StatsWindow
-from kvpilot.exporter.collector import PREFIX, TIME_METRIC
-from kvpilot.exporter.scrape import Families, ScrapeError, snapshot_of
+from kvpilot.engine.stats import StatsSnapshot, StatsWindow
+from kvpilot.exporter.scrape import OwnReading, ScrapeError
 from kvpilot.exporter.source import NoHistoryError, SourceError, check_window_seconds, nearest
 
 LOOK_BACK_SECONDS = 300  # so that a target which went away is told from one that never was
@@ -188,36 +187,6 @@ class TokenFile(AuthBase):
             )
         r.headers["Authorization"] = f"Bearer {token}"
         return r
-
-
-class OwnReading:
-    """Of kvpilot's engine. Its snapshots carry the engine's clock."""
-
-    anchor = PREFIX + TIME_METRIC
-    progress = f"{PREFIX}steps_total"
-
-    @property
-    def sample_names(self) -> list[str]:
-        return [self.anchor, *_OWN_SAMPLES]
-
-    def snapshot(self, samples: Iterable[Sample], time: float) -> StatsSnapshot:
-        # A labelled counter that never counted has no series: only of the others can it be said that they are missing.
-        families: Families = {name: (metric.kind, []) for name, metric in METRICS.items() if metric.labels}
-        for sample in samples:
-            name = TIME_METRIC if sample.name == self.anchor else _OWN_SAMPLES[sample.name]
-            metric = METRICS.get(name)
-            kind, own = ("gauge", ()) if metric is None else (metric.kind, (*metric.labels, "le"))
-            kept = {label: sample.labels[label] for label in own if label in sample.labels}
-            families.setdefault(name, (kind, []))[1].append(sample._replace(labels=kept))
-        for _, some in families.values():
-            some.sort(key=lambda sample: float(sample.labels.get("le", math.inf)))
-        return snapshot_of(families)
-
-
-SUFFIXES = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
-_OWN_SAMPLES = {
-    f"{PREFIX}{name}{suffix}": name for name, metric in METRICS.items() for suffix in SUFFIXES[metric.kind]
-}
 
 
 def render_selector(labels: Mapping[str, str]) -> str:

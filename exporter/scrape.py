@@ -1,12 +1,13 @@
 """Reads /metrics back into the snapshot it was made from."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from types import TracebackType
 from typing import Self
 
 import httpx
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
@@ -65,19 +66,18 @@ class Scraper:
         self.close()
 
 
-def parse_metrics(text: str, *, time: float | None = None) -> StatsSnapshot:
+def parse_metrics(text: str) -> StatsSnapshot:
     """The snapshot behind an exposition text; metrics that this version does not know are ignored.
 
-    `time` in seconds replaces the engine's clock by the reader's.
     ScrapeError names the metric that is missing, is of another kind, or has NaN or impossible values.
     """
-    return snapshot_of(_families(text), time=time)
+    return snapshot_of(_families(text))
 
 
 Families = dict[str, tuple[str, list[Sample]]]  # kind and samples, by name without prefix
 
 
-def snapshot_of(families: Families, *, time: float | None = None) -> StatsSnapshot:
+def snapshot_of(families: Families) -> StatsSnapshot:
     """As `parse_metrics`, from samples that carry the labels of METRICS (and may carry the model's name)."""
     values: dict[Series, float] = {}
     histograms: dict[str, Histogram] = {}
@@ -96,18 +96,22 @@ def snapshot_of(families: Families, *, time: float | None = None) -> StatsSnapsh
     time_samples = _samples_of(families, TIME_METRIC, "gauge")
     if len(time_samples) != 1:
         raise ScrapeError(f"{PREFIX}{TIME_METRIC}: {len(time_samples)} values, expected 1")
-    engine_time = _finite(TIME_METRIC, time_samples[0])
-    return StatsSnapshot(time=engine_time if time is None else time, values=values, histograms=histograms)
+    time = _finite(TIME_METRIC, time_samples[0])
+    return StatsSnapshot(time=time, values=values, histograms=histograms)
+
+
+def parse_families(text: str) -> list[Metric]:
+    """An exposition text of any program; ScrapeError if it is none."""
+    try:
+        return list(text_string_to_metric_families(text))
+    except (ValueError, IndexError, KeyError) as error:
+        raise ScrapeError(f"the metrics are not in Prometheus' text format: {error}") from error
 
 
 def _families(text: str) -> Families:
     if not text.endswith("\n"):
         raise ScrapeError("the metrics are truncated: the last line has no end")
-    try:
-        families = list(text_string_to_metric_families(text))
-    except (ValueError, IndexError, KeyError) as error:
-        raise ScrapeError(f"the metrics are not in Prometheus' text format: {error}") from error
-    ours = [family for family in families if family.name.startswith(PREFIX)]
+    ours = [family for family in parse_families(text) if family.name.startswith(PREFIX)]
     return {family.name.removeprefix(PREFIX): (family.type, family.samples) for family in ours}
 
 
@@ -150,3 +154,33 @@ def _histogram(name: str, samples: list[Sample]) -> Histogram:
     if min(per_bucket) < 0:
         raise ScrapeError(f"{PREFIX}{name}: cumulative buckets go down: {list(buckets.values())}")
     return Histogram(bounds, per_bucket, sums[0])
+
+
+SUFFIXES = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
+_OWN_SAMPLES = {
+    f"{PREFIX}{name}{suffix}": name for name, metric in METRICS.items() for suffix in SUFFIXES[metric.kind]
+}
+
+
+class OwnReading:
+    """A Reading (see promql.py) of kvpilot's engine. Its snapshots carry the engine's clock."""
+
+    anchor = PREFIX + TIME_METRIC
+    progress = f"{PREFIX}steps_total"
+
+    @property
+    def sample_names(self) -> list[str]:
+        return [self.anchor, *_OWN_SAMPLES]
+
+    def snapshot(self, samples: Iterable[Sample], time: float) -> StatsSnapshot:
+        # A labelled counter that never counted has no series: only of the others can it be said that they are missing.
+        families: Families = {name: (metric.kind, []) for name, metric in METRICS.items() if metric.labels}
+        for sample in samples:
+            name = TIME_METRIC if sample.name == self.anchor else _OWN_SAMPLES[sample.name]
+            metric = METRICS.get(name)
+            kind, own = ("gauge", ()) if metric is None else (metric.kind, (*metric.labels, "le"))
+            kept = {label: sample.labels[label] for label in own if label in sample.labels}
+            families.setdefault(name, (kind, []))[1].append(sample._replace(labels=kept))
+        for _, some in families.values():
+            some.sort(key=lambda sample: float(sample.labels.get("le", math.inf)))
+        return snapshot_of(families)

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from kvpilot.env.traces.blocks import Floats, offsets_of
 from kvpilot.env.traces.servegen import RateCurve
-from kvpilot.env.traces.trace import Floats, Trace, offsets_of
+from kvpilot.env.traces.trace import Trace
 
 BURN_IN = 3.0  # spans before the trace begins, so that it begins amid sessions
 LEAST_SPREAD = 0.2  # coefficient of variation of what a turn adds

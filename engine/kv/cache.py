@@ -1,4 +1,4 @@
-"""Prefix cache, retention and reclaim: what happens to a page once it is sealed.
+"""Prefix cache and reclaim: what happens to a page once it is sealed (which idle pages are retained: see idle.py).
 
 `open -> sealed -> (last user ends) retained -> (idle > ttl, or above budget) unprotected -> stepped down, rung by
 rung -> released`. Memory is taken in this order: free slots (after compaction); idle pages stepped down as far as
@@ -10,18 +10,18 @@ stepped down.
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from enum import StrEnum
-from heapq import heappop, heappush
 from itertools import groupby
-from math import inf
+from typing import ClassVar
 
 from kvpilot.engine.compiled import mypyc_attr
 from kvpilot.engine.config import Knobs
 from kvpilot.engine.errors import PoolIntegrityError
-from kvpilot.engine.kv.eviction import EvictionPolicy, IdleQueue, extreme_page
-from kvpilot.engine.kv.pool import LIVE, RETAINED, UNPROTECTED, KVPool, Page, PageState
+from kvpilot.engine.kv.eviction import EvictionPolicy
+from kvpilot.engine.kv.idle import IDLE_STATES, IdlePages
+from kvpilot.engine.kv.page import LIVE, RETAINED, UNPROTECTED, Page, PageState
+from kvpilot.engine.kv.pool import KVPool
 from kvpilot.engine.stats import StatsRecorder
 
-IDLE_STATES = (UNPROTECTED, RETAINED)
 STATE_LABELS = tuple(state.name.lower() for state in PageState)
 
 
@@ -35,7 +35,9 @@ class Take(StrEnum):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class KVCache:
-    """Owns which sealed pages can be found, which idle pages are protected, and in which order memory is taken."""
+    """Owns which sealed pages can be found, and in which order memory is taken."""
+
+    idle_class: ClassVar[type[IdlePages]] = IdlePages  # a subclass may name its own
 
     def __init__(
         self, pool: KVPool, policy: EvictionPolicy, knobs: Knobs, stats: StatsRecorder, *, tail_pages: int = 0
@@ -46,18 +48,13 @@ class KVCache:
         self._stats = stats
         self._tail_pages = tail_pages  # sealed pages per running request that keep 8 bits
         self._by_hash: dict[Hashable, Page] = {}
-        levels = range(len(pool.ladder))
-        # by state, level and is_sink: sinks stop a rung earlier and must not hide the pages behind them
-        self._idle: list[list[list[IdleQueue]]] = [
-            [[IdleQueue(policy), IdleQueue(policy)] for _ in levels] for _ in PageState
-        ]
+        self.idle = self.idle_class(pool, policy, knobs, stats)
         # oldest first; without those that a request's `max_kv_level` keeps at their level, however many they are
-        self._live_sealed: list[OrderedDict[Page, None]] = [OrderedDict() for _ in levels]
-        self._retained: dict[int, Page] = {}  # by idle_rank
-        self._retained_by_age: list[int] = []  # heap of ranks, which rise with last_use; stale ones too
-        self._retained_bytes = 0
-        self._may_grow = False  # retained pages left the budget, or it was raised
-        self._next_rank = 0
+        self._live_sealed: list[OrderedDict[Page, None]] = [OrderedDict() for _ in pool.ladder]
+
+    def set_knobs(self, knobs: Knobs, now: float) -> None:
+        self.knobs = knobs
+        self.idle.set_knobs(knobs, now)
 
     # ------------------------------------------------------------------ lookup
     def match(
@@ -89,7 +86,7 @@ class KVCache:
         for last_use, group in groupby(page.last_use for page in idle):
             self._stats.observe("page_reuse_gap_seconds", now - last_use, sum(1 for _ in group))
         for page in idle:
-            self._leave_idle(page)
+            self.idle.remove(page)
             self.pool.set_state(page, LIVE)
             self._live_sealed[page.level][page] = None
         for page in pages:
@@ -149,8 +146,6 @@ class KVCache:
         """The user of these pages ends. Sealed, findable pages become idle; the others are free."""
         for page in self.tail(pages, num_sealed):
             page.guards -= 1
-        retains = self.knobs.ttl_seconds > 0 and self.knobs.size_factor > 0
-        state: PageState = RETAINED if retains else UNPROTECTED
         leaf_seen = False
         for page in reversed(pages):  # a leaf goes before its parents
             page.refs -= 1
@@ -163,100 +158,11 @@ class KVCache:
                 self.pool.free(page)
                 continue
             page.last_use = now
-            page.idle_rank = self._next_rank
-            self._next_rank += 1
             if not leaf_seen:
                 self.policy.request_ended(page, now)
                 leaf_seen = True
-            self._become_idle(page, state)
-        self._shrink_to_budget(now)
-
-    # ------------------------------------------------------------------ retention
-    @property
-    def budget_bytes(self) -> float:
-        return self.knobs.size_factor * self.pool.num_slots * self.pool.slots.slot_bytes
-
-    def set_knobs(self, knobs: Knobs, now: float) -> None:
-        self.knobs = knobs
-        self._may_grow = True
-        self.tick(now)
-
-    def next_expiry(self) -> float:
-        """The moment after which the oldest retained page is no longer protected; inf if there is none."""
-        page = self._oldest_retained()
-        return inf if page is None else page.last_use + self.knobs.ttl_seconds
-
-    def tick(self, now: float) -> None:
-        """Bring retention up to date: what is too old or over budget loses protection, what fits regains it."""
-        while page := self._oldest_retained():
-            if now <= page.last_use + self.knobs.ttl_seconds and self.knobs.ttl_seconds > 0:
-                break
-            self._unprotect(page)
-            self._stats.add("pages_expired")
-        self._shrink_to_budget(now)
-        self._grow_to_budget(now)
-
-    def _shrink_to_budget(self, now: float) -> None:
-        while self._retained_bytes > self.budget_bytes:
-            page = self._extreme(RETAINED, now, least=True)
-            assert page is not None
-            self._unprotect(page)
-            self._stats.add("pages_over_budget")
-
-    def _grow_to_budget(self, now: float) -> None:
-        if not self._may_grow:
-            return
-        self._may_grow = False
-        if self.knobs.ttl_seconds == 0 or self._retained_bytes >= self.budget_bytes:
-            return
-        bytes_left = self.budget_bytes - self._retained_bytes
-        while page := self._extreme(UNPROTECTED, now, least=False):
-            bytes_left -= self.pool.page_bytes[page.level]
-            if now > page.last_use + self.knobs.ttl_seconds or bytes_left < 0:
-                break
-            self._leave_idle(page)
-            self._become_idle(page, RETAINED)
-
-    def _oldest_retained(self) -> Page | None:
-        heap = self._retained_by_age
-        while heap:
-            page = self._retained.get(heap[0])
-            if page is not None:
-                return page
-            heappop(heap)
-        return None
-
-    def _become_idle(self, page: Page, state: PageState) -> None:
-        self.pool.set_state(page, state)
-        self._queue(page).add(page)
-        if state is RETAINED:
-            self._retained[page.idle_rank] = page
-            heappush(self._retained_by_age, page.idle_rank)
-            self._retained_bytes += self.pool.page_bytes[page.level]
-
-    def _unprotect(self, page: Page) -> None:
-        self._leave_idle(page)
-        self._become_idle(page, UNPROTECTED)
-
-    def _leave_idle(self, page: Page) -> None:
-        self._queue(page).remove(page)
-        if page.state is RETAINED:
-            del self._retained[page.idle_rank]
-            self._retained_bytes -= self.pool.page_bytes[page.level]
-            self._may_grow = True
-
-    def _queue(self, page: Page) -> IdleQueue:
-        return self._idle[page.state][page.level][page.is_sink]
-
-    def _extreme(self, state: PageState, now: float, *, least: bool) -> Page | None:
-        """The least (or most) valuable idle page of this state, over all levels."""
-        pages: list[Page] = []
-        for pair in self._idle[state]:
-            for queue in pair:
-                page = queue.first(now) if least else queue.last(now)
-                if page is not None:
-                    pages.append(page)
-        return extreme_page(self.policy, pages, now, least)
+            self.idle.add(page)
+        self.idle.shrink_to_budget(now)
 
     def tail(self, pages: list[Page], num_sealed: int) -> list[Page]:
         """The sealed pages of a running sequence that keep 8 bits because its last tokens are in them."""
@@ -315,21 +221,16 @@ class KVCache:
         """The least valuable idle page one rung down: unprotected before retained, high levels before low ones."""
         for state in IDLE_STATES:
             for level in range(self.knobs.kv_level):
-                plain, sinks = self._idle[state][level]
-                page = plain.first(now) or (sinks.first(now) if level < self.pool.guard_level else None)
+                page = self.idle.to_step_down(state, level, now)
                 if page is not None and self.pool.has_cells(level + 1):
                     self._step_down_queued(page, now)
                     return True
         return False
 
     def _step_down_queued(self, page: Page, now: float) -> None:
-        bytes_before = self.pool.page_bytes[page.level]
-        self._queue(page).remove(page)
+        self.idle.remove(page)
         self._step_down(page)
-        self._queue(page).add(page)
-        if page.state is RETAINED:
-            self._retained_bytes += self.pool.page_bytes[page.level] - bytes_before
-            self._may_grow = True
+        self.idle.put_back(page)
         if page.hash is None:  # could not be encoded and serves nobody any more
             self._release(page, now)
 
@@ -355,7 +256,7 @@ class KVCache:
             page.hash = None
 
     def _release_one(self, state: PageState, now: float) -> bool:
-        page = self._extreme(state, now, least=True)
+        page = self.idle.least(state, now)
         if page is not None:
             self._release(page, now)
         return page is not None
@@ -367,33 +268,20 @@ class KVCache:
 
     def _drop(self, page: Page) -> None:
         """An idle page ceases to be."""
-        self._leave_idle(page)
+        self.idle.remove(page)
         if page.hash is not None:
             del self._by_hash[page.hash]
         self.pool.free(page)
 
     # ------------------------------------------------------------------ checks
     def check_integrity(self) -> None:
-        """The pool's check, and: idle queues, hashes, guards, limits and retained bytes agree with the pages."""
+        """The pool's and the idle pages' checks, and: hashes and limits agree with the pages."""
         self.pool.check_integrity()
+        self.idle.check_integrity()
         for level, pages in enumerate(self._live_sealed):
             kept = [page.page_id for page in pages if page.level != level or page.max_level <= level]
             if kept:
                 raise PoolIntegrityError(f"pages {kept} may not be stepped down from level {level}")
-        for state in IDLE_STATES:
-            for level, queues in enumerate(self._idle[state]):
-                queued = [len(queue.pages) for queue in queues]
-                if queued != self.pool.counts[state][level]:
-                    booked = self.pool.counts[state][level]
-                    raise PoolIntegrityError(
-                        f"{state.name} pages at level {level}: queued {queued}, booked {booked}"
-                    )
-        sizes = zip(self.pool.page_bytes, self.pool.counts[PageState.RETAINED], strict=True)
-        retained = sum(num_bytes * sum(pages) for num_bytes, pages in sizes)
-        if retained != self._retained_bytes or self._retained_bytes > max(self.budget_bytes, 0):
-            raise PoolIntegrityError(
-                f"retained bytes: counted {retained}, booked {self._retained_bytes}, budget {self.budget_bytes}"
-            )
         for block, page in self._by_hash.items():
             if page.hash != block or not page.is_sealed:
                 raise PoolIntegrityError(f"page {page.page_id}: hash {page.hash} is found under {block}")

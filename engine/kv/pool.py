@@ -5,69 +5,13 @@ slots, so every byte is counted and capacity follows the levels in use. `reserve
 pages: with them a page can be stepped down when nothing else is free.
 """
 
-from collections.abc import Hashable, Iterable
-from enum import IntEnum
-from typing import Final
+from collections.abc import Iterable
 
 from kvpilot.engine.errors import ConfigError, KVPilotError, PoolIntegrityError
 from kvpilot.engine.kv.formats import BITS, PageShape, payload_bytes, scale_bytes
+from kvpilot.engine.kv.page import Page, PageState
 from kvpilot.engine.kv.slots import SlotAllocator
 from kvpilot.engine.kv.storage import Cell, Conversion, Move, PageStorage
-
-
-class PageState(IntEnum):
-    LIVE = 0  # used by at least one running request
-    RETAINED = 1  # idle, protected from release
-    UNPROTECTED = 2  # idle, released when memory is needed
-
-
-LIVE: Final = PageState.LIVE
-RETAINED: Final = PageState.RETAINED
-UNPROTECTED: Final = PageState.UNPROTECTED
-NO_LIMIT: Final = 1 << 30  # coarser than any level
-
-
-class Page:
-    """One page and its place. `payload` and `scales` are byte offsets into the pool (scales -1: none)."""
-
-    __slots__ = (
-        *("page_id", "level", "payload", "scales", "state", "refs", "readers", "hash", "is_sealed"),
-        *("is_sink", "guards", "last_use", "idle_rank", "turn", "num_prompt_tokens", "is_stuck"),
-        *("limits", "max_level"),
-    )
-
-    def __init__(self, page_id: int, payload: int) -> None:
-        self.page_id = page_id
-        self.level = 0
-        self.payload = payload
-        self.scales = -1
-        self.state: PageState = LIVE
-        self.refs = 1  # running requests that have it
-        self.readers = 0  # those of them that decode
-        self.hash: Hashable | None = None  # set while the prefix cache can find it
-        self.is_sealed = False
-        self.is_sink = False  # first page of its sequence
-        self.guards = 0  # running requests that have it among their last tokens
-        self.last_use = 0.0  # seconds; when its last user ended
-        self.idle_rank = 0  # order of becoming idle; a leaf comes before its parents
-        self.turn = 1  # of the conversation that used it last
-        self.num_prompt_tokens = 0  # of the request that used it last
-        self.is_stuck = False  # its values cannot be encoded (NaN or inf): never step down
-        self.limits: list[int] | None = None  # `max_kv_level` of those of its users that set one
-        self.max_level: int = NO_LIMIT  # the strictest of them
-
-    def add_limit(self, level: int) -> None:
-        """One of its users allows no coarser level than this."""
-        if self.limits is None:
-            self.limits = []
-        self.limits.append(level)
-        self.max_level = min(self.max_level, level)
-
-    def remove_limit(self, level: int) -> None:
-        """That user ends."""
-        assert self.limits is not None
-        self.limits.remove(level)
-        self.max_level = min(self.limits, default=NO_LIMIT)
 
 
 class KVPool:
@@ -154,12 +98,12 @@ class KVPool:
         page = Page(self._next_id, address)
         self._next_id += 1
         self._pages[page.page_id] = page
-        self.counts[LIVE][0][0] += 1
+        self._count(page, 1)
         return page
 
     def free(self, page: Page) -> None:
         del self._pages[page.page_id]
-        self.counts[page.state][page.level][page.is_sink] -= 1
+        self._count(page, -1)
         self._free_cells(page.payload, page.scales)
 
     def add_readers(self, pages: Iterable[Page], num: int) -> None:
@@ -169,16 +113,19 @@ class KVPool:
             self.page_reads[page.level] += num
 
     def set_state(self, page: Page, state: PageState) -> None:
-        self.counts[page.state][page.level][page.is_sink] -= 1
-        self.counts[state][page.level][page.is_sink] += 1
+        self._count(page, -1)
         page.state = state
+        self._count(page, 1)
 
     def seal(self, page: Page, *, is_sink: bool) -> None:
         """The page is full: its content will not change, only its precision may."""
         assert not page.is_sealed
-        self.counts[page.state][page.level][page.is_sink] -= 1
+        self._count(page, -1)
         page.is_sealed, page.is_sink = True, is_sink
-        self.counts[page.state][page.level][page.is_sink] += 1
+        self._count(page, 1)
+
+    def _count(self, page: Page, num: int) -> None:
+        self.counts[page.state][page.level][page.is_sink] += num
 
     # ------------------------------------------------------------------ precision
     def has_cells(self, level: int) -> bool:
@@ -215,11 +162,11 @@ class KVPool:
             page.is_stuck = True
             return False
         self._free_cells(page.payload, page.scales)
-        self.counts[page.state][page.level][page.is_sink] -= 1
-        self.counts[page.state][level][page.is_sink] += 1
+        self._count(page, -1)
         self.page_reads[page.level] -= page.readers
-        self.page_reads[level] += page.readers
         page.level, page.payload, page.scales = level, payload, scales
+        self.page_reads[page.level] += page.readers
+        self._count(page, 1)
         self._owners[payload] = self._owners[scales] = page
         return True
 

@@ -1,5 +1,6 @@
 """Reads a checkpoint from a GGUF file."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,30 +104,12 @@ def _config(metadata: dict[str, Any], tensors: dict[str, ReaderTensor]) -> Model
     architecture = metadata.get("general.architecture")
     if architecture not in ("llama", "qwen2", "qwen3"):
         raise ModelError(f"architecture {architecture!r} is not supported: expected llama, qwen2 or qwen3")
-
-    def value(name: str, default: Any = None) -> Any:
-        found = metadata.get(f"{architecture}.{name}", default)
-        if found is None:
-            raise ModelError(f"{architecture}.{name} is missing from the metadata; fetch the file again")
-        if not isinstance(found, int | float):  # a list: one value per layer
-            raise ModelError(
-                f"{architecture}.{name}={found!r} is not supported: expected one number for all layers"
-            )
-        return found
-
-    if value("expert_count", 0):
-        raise ModelError(
-            f"{architecture}.expert_count={value('expert_count')}: mixtures of experts are not supported"
-        )
     if "token_embd.weight" not in tensors:
         raise ModelError("tensor token_embd.weight is missing; the file is incomplete, fetch it again")
+    value = partial(_number, metadata)
     num_heads, hidden = value("attention.head_count"), value("embedding_length")
     head_dim = value("attention.key_length", hidden // num_heads)
-    for name in ("rope.dimension_count", "attention.value_length"):
-        if value(name, head_dim) != head_dim:
-            raise ModelError(
-                f"{architecture}.{name}={value(name)} is not supported: expected {head_dim}, as the heads"
-            )
+    _check_layers(metadata, head_dim)
     theta = value("rope.freq_base", 10_000.0)
     max_position = value("context_length")
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
@@ -149,6 +132,33 @@ def _config(metadata: dict[str, Any], tensors: dict[str, ReaderTensor]) -> Model
         bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
         eos_token_ids=tuple(dict.fromkeys(i for i in ends if i is not None)),
     )
+
+
+def _number(metadata: dict[str, Any], name: str, default: Any = None) -> Any:
+    """A number of this architecture; ModelError if there is none, or one for each layer."""
+    architecture = metadata["general.architecture"]
+    found = metadata.get(f"{architecture}.{name}", default)
+    if found is None:
+        raise ModelError(f"{architecture}.{name} is missing from the metadata; fetch the file again")
+    if not isinstance(found, int | float):
+        raise ModelError(
+            f"{architecture}.{name}={found!r} is not supported: expected one number for all layers"
+        )
+    return found
+
+
+def _check_layers(metadata: dict[str, Any], head_dim: int) -> None:
+    """Raise ModelError for experts, and for heads whose parts differ in size."""
+    architecture = metadata["general.architecture"]
+    if experts := _number(metadata, "expert_count", 0):
+        raise ModelError(
+            f"{architecture}.expert_count={experts}: mixtures of experts are not supported; choose a dense model"
+        )
+    for name in ("rope.dimension_count", "attention.value_length"):
+        if (found := _number(metadata, name, head_dim)) != head_dim:
+            raise ModelError(
+                f"{architecture}.{name}={found} is not supported: expected {head_dim}, as the heads"
+            )
 
 
 def _divisors(

@@ -8,7 +8,7 @@ import numpy as np
 from kvpilot.engine.errors import ConfigError
 from kvpilot.engine.kernels.gpu.layout import EXACT, INT4, KINDS
 from kvpilot.engine.kv.cuda_storage import CudaStorage
-from kvpilot.engine.kv.pool import Page
+from kvpilot.engine.kv.page import Page
 from kvpilot.engine.request import Request, ScheduledRequest
 
 MAX_CELLS = 1 << 28  # of all rows together: 8 GB of host memory

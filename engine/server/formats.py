@@ -2,10 +2,11 @@
 
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
-from kvpilot.engine.async_engine import Delta
+from kvpilot.engine.generation import Delta
 from kvpilot.engine.model.tokenizer import Tokenizer
 from kvpilot.engine.request import FinishReason, Request, SampledToken
 
@@ -39,58 +40,70 @@ def usage(request: Request) -> dict[str, Any]:
     }
 
 
-class _Format:
-    def __init__(
-        self,
-        kind: str,
-        request_id: str,
-        model: str,
-        tokenizer: Tokenizer,
-        num_logprobs: int | None,
-        with_usage: bool,
-    ) -> None:
-        self._kind = kind
-        self._id = request_id
-        self._created = int(time.time())
-        self._model = model
-        self._tokenizer = tokenizer
-        self._num_logprobs = num_logprobs
-        self._tail = ',"usage":null}\n\n' if with_usage else "}\n\n"
-        self._chunk_kind = kind
+class _Format(ABC):
+    """What both kinds have in common; `opening_of_choice` is what the choice of a chunk begins with."""
 
-    def _head(self, kind: str) -> str:
-        fields = {"id": self._id, "object": kind, "created": self._created, "model": self._model}
-        return json.dumps(fields, separators=(",", ":"))[:-1]
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+    id_prefix: ClassVar[str]
+    opening_of_choice: ClassVar[str]
 
-    def usage_chunk(self, request: Request) -> str:
-        return f'data: {self._head(self._chunk_kind)},"choices":[],"usage":{json.dumps(usage(request))}}}\n\n'
-
-    def _body(self, choice: dict[str, Any], reason: FinishReason, request: Request) -> dict[str, Any]:
-        head = {"id": self._id, "object": self._kind, "created": self._created, "model": self._model}
-        return head | {"choices": [{"index": 0, **choice, "finish_reason": reason}], "usage": usage(request)}
-
-
-class CompletionFormat(_Format):
     def __init__(
         self, request_id: str, model: str, tokenizer: Tokenizer, num_logprobs: int | None, with_usage: bool
     ) -> None:
-        super().__init__("text_completion", f"cmpl-{request_id}", model, tokenizer, num_logprobs, with_usage)
-        self._prefix = f'data: {self._head(self._chunk_kind)},"choices":[{{"index":0,"text":'
-        self._offset = 0  # characters of the tokens so far
-
-    def opening(self) -> str:
-        return ""
+        self._tokenizer = tokenizer
+        self._num_logprobs = num_logprobs
+        self._about = {
+            "id": self.id_prefix + request_id,
+            "object": self.kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+        head = json.dumps(self._about | {"object": self.chunk_kind}, separators=(",", ":"))[:-1]
+        self._head = f'data: {head},"choices":['
+        self._prefix = f'{self._head}{{"index":0,{self.opening_of_choice}'
+        self._tail = ',"usage":null}\n\n' if with_usage else "}\n\n"
 
     def chunk(self, delta: Delta) -> str:
         logprobs = json.dumps(self._logprobs(delta.tokens))
         reason = f'"{delta.finish_reason}"' if delta.finish_reason else "null"
-        text = json.dumps(delta.text)
-        return f'{self._prefix}{text},"logprobs":{logprobs},"finish_reason":{reason}}}]{self._tail}'
+        return self._chunk(self._content(delta.text), logprobs, reason)
+
+    def usage_chunk(self, request: Request) -> str:
+        return f'{self._head}],"usage":{json.dumps(usage(request))}}}\n\n'
+
+    def _chunk(self, content: str, logprobs: str, reason: str) -> str:
+        return f'{self._prefix}{content},"logprobs":{logprobs},"finish_reason":{reason}}}]{self._tail}'
+
+    def _body(self, choice: dict[str, Any], reason: FinishReason, request: Request) -> dict[str, Any]:
+        choices = [{"index": 0, **choice, "finish_reason": reason}]
+        return self._about | {"choices": choices, "usage": usage(request)}
+
+    @abstractmethod
+    def _content(self, text: str) -> str:
+        """The text of a chunk in JSON."""
+
+    @abstractmethod
+    def _logprobs(self, tokens: Iterable[SampledToken]) -> dict[str, Any] | None: ...
+
+
+class CompletionFormat(_Format):
+    kind = chunk_kind = "text_completion"
+    id_prefix = "cmpl-"
+    opening_of_choice = '"text":'
+
+    _offset = 0  # characters of the tokens so far
+
+    def opening(self) -> str:
+        return ""
 
     def body(
         self, text: str, tokens: list[SampledToken], reason: FinishReason, request: Request
     ) -> dict[str, Any]:
         return self._body({"text": text, "logprobs": self._logprobs(tokens)}, reason, request)
+
+    def _content(self, text: str) -> str:
+        return json.dumps(text)
 
     def _logprobs(self, tokens: Iterable[SampledToken]) -> dict[str, list[Any]] | None:
         if self._num_logprobs is None:
@@ -116,30 +129,22 @@ class CompletionFormat(_Format):
 
 
 class ChatFormat(_Format):
-    def __init__(
-        self, request_id: str, model: str, tokenizer: Tokenizer, num_logprobs: int | None, with_usage: bool
-    ) -> None:
-        super().__init__(
-            "chat.completion", f"chatcmpl-{request_id}", model, tokenizer, num_logprobs, with_usage
-        )
-        self._chunk_kind = "chat.completion.chunk"
-        self._prefix = f'data: {self._head(self._chunk_kind)},"choices":[{{"index":0,"delta":'
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    id_prefix = "chatcmpl-"
+    opening_of_choice = '"delta":'
 
     def opening(self) -> str:
-        delta = '{"role":"assistant","content":""}'
-        return f'{self._prefix}{delta},"logprobs":null,"finish_reason":null}}]{self._tail}'
-
-    def chunk(self, delta: Delta) -> str:
-        logprobs = json.dumps(self._logprobs(delta.tokens))
-        reason = f'"{delta.finish_reason}"' if delta.finish_reason else "null"
-        content = f'{{"content":{json.dumps(delta.text)}}}' if delta.text else "{}"
-        return f'{self._prefix}{content},"logprobs":{logprobs},"finish_reason":{reason}}}]{self._tail}'
+        return self._chunk('{"role":"assistant","content":""}', "null", "null")
 
     def body(
         self, text: str, tokens: list[SampledToken], reason: FinishReason, request: Request
     ) -> dict[str, Any]:
         message = {"role": "assistant", "content": text, "refusal": None}
         return self._body({"message": message, "logprobs": self._logprobs(tokens)}, reason, request)
+
+    def _content(self, text: str) -> str:
+        return f'{{"content":{json.dumps(text)}}}' if text else "{}"
 
     def _logprobs(self, tokens: Iterable[SampledToken]) -> dict[str, Any] | None:
         if self._num_logprobs is None:

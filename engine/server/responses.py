@@ -8,7 +8,7 @@ from json import dumps
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from kvpilot.engine.async_engine import Delta, Generation
+from kvpilot.engine.generation import Delta, Generation
 from kvpilot.engine.request import FinishReason
 from kvpilot.engine.server.formats import AnswerFormat
 from kvpilot.engine.server.http import DRAIN_RETRY_SECONDS, error_body

@@ -10,8 +10,7 @@ from typing import Any
 from kvpilot.engine.config import EngineConfig
 from kvpilot.engine.errors import ConfigError
 from kvpilot.engine.kv.eviction import ORACLE
-from kvpilot.engine.kv.quality import quality_loss
-from kvpilot.engine.request import FinishReason, Request
+from kvpilot.engine.request import Request
 from kvpilot.engine.stats import StatsSnapshot
 from kvpilot.env.replay.limits import check_costs, check_number, check_pool
 from kvpilot.env.replay.result import CUT_OFF, DONE, FAILED, REFUSED, REQUEST_COLUMNS, ReplayResult
@@ -54,16 +53,11 @@ class SimReplay:
 
     @property
     def model(self) -> ProfiledModel:
-        if self.profile.model is None:
-            raise ConfigError(
-                f"profile {self.profile.name!r} names no model: field model is needed to size pages"
-            )
-        return self.profile.model
+        return self.profile.needed_model
 
     @property
     def quality_loss(self) -> dict[str, float]:
-        """As measured on the model, else what the profile says."""
-        return dict(quality_loss(self.model.name) or self.profile.quality_loss)
+        return self.profile.best_known_loss
 
 
 def make_simulation(trace: Trace, replay: SimReplay) -> Simulation:
@@ -165,23 +159,24 @@ def _request_rows(simulation: Simulation) -> Iterable[tuple[Any, ...]]:
 def request_row(trace: Trace, request: Request) -> tuple[Any, ...]:
     """REQUEST_COLUMNS of a request that ended."""
     row, arrival = Simulation.row_of(request), request.arrival_time
-    first, last = request.first_token_time, request.last_token_time
-    is_done = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-    gaps = request.num_output_tokens - 1
     return (
         row,
         int(trace.session[row]),
         int(trace.turn[row]),
         arrival,
-        None if request.first_admission_time is None else request.first_admission_time - arrival,
-        None if first is None else first - arrival,
-        (last - first) / gaps if first is not None and last is not None and gaps > 0 else None,
-        None if request.finish_time is None else request.finish_time - arrival,
+        _since(arrival, request.first_admission_time),
+        _since(arrival, request.first_token_time),
+        request.mean_gap_seconds,
+        _since(arrival, request.finish_time),
         request.num_prompt_tokens,
         request.num_cached,
         request.num_output_tokens,
-        DONE if is_done else FAILED,
+        DONE if request.is_answered else FAILED,
     )
+
+
+def _since(arrival: float, time: float | None) -> float | None:
+    return None if time is None else time - arrival
 
 
 def _bare_row(simulation: Simulation, row: int, status: str) -> tuple[Any, ...]:

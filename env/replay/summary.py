@@ -34,8 +34,7 @@ def summarize(
         np.array(requests[name], dtype=float)[done]
         for name in ("prompt_tokens", "cached_tokens", "output_tokens")
     )
-    gap = columns["inter_token_seconds"]
-    is_good = (columns["ttft_seconds"] <= slo.ttft_seconds) & ~(gap > slo.inter_token_seconds)
+    is_good = slo.is_met(columns["ttft_seconds"], columns["inter_token_seconds"])
     num_good = int(np.count_nonzero(is_good))
     summary: dict[str, Any] = {
         "requests": len(done),

@@ -4,7 +4,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from kvpilot.env.traces.trace import Ints, Trace
+from kvpilot.env.traces.blocks import Ints
+from kvpilot.env.traces.trace import Trace
 
 FIRST_TOKEN = 1000  # below are bytes and special tokens in the vocabularies of this field
 _PROSE = (

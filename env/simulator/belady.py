@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable
 from math import inf
 
-from kvpilot.engine.kv.pool import Page
+from kvpilot.engine.kv.page import Page
 from kvpilot.env.traces.trace import Trace
 
 

@@ -83,11 +83,9 @@ class ClosedLoopSimulation(Simulation):
         num = 0
         while self._pending and self._pending[0][0] <= self.clock.now:
             at, row = heapq.heappop(self._pending)
-            refused = len(self.refused)
-            self._submit(row)
             num += 1
             self._next_row += 1
-            if len(self.refused) > refused:
+            if not self._submit(row):
                 del self._left[row]
                 self._begin_session(max(at, self.clock.now) + 1.0)
         return num

@@ -2,7 +2,6 @@
 
 from kvpilot.engine.engine import Engine
 from kvpilot.env.simulator.core import SimulatedCore
-from kvpilot.env.simulator.core import SimulatedRunner as SimulatedRunner
 
 
 class SimulatedEngine(SimulatedCore, Engine):

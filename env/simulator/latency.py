@@ -12,9 +12,8 @@ from typing import Any
 from kvpilot.engine.config import EngineConfig, Knobs
 from kvpilot.engine.errors import ConfigError
 from kvpilot.engine.kv.formats import PageShape
-from kvpilot.engine.step_features import StepFeatures
+from kvpilot.engine.kv.quality import quality_loss as measured_loss
 from kvpilot.env.simulator.step_cost import Ramp, StepCost
-from kvpilot.env.simulator.step_cost import ramp_seconds as ramp_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,21 +53,25 @@ class LatencyProfile:
     kv_byte: Mapping[str, float]
     convert: Mapping[str, float]
     moved_byte: float
-    origin: Mapping[
-        str, object
-    ]  # machine, model, versions, date, command, error; or why it is not calibrated
+    origin: Mapping[str, object]  # machine, model, versions, date, command, error; or why not calibrated
     prefill_context: float = 0.0
     rows: Ramp = ()
     sampled: Ramp = ()
     model: ProfiledModel | None = None
     engine: Mapping[str, int] = field(default_factory=dict)
-    quality_loss: Mapping[str, float] = field(
-        default_factory=dict
-    )  # mean KL by codec, if nothing better is known
+    quality_loss: Mapping[str, float] = field(default_factory=dict)  # mean KL by codec, see `best_known_loss`
 
-    def step_seconds(self, features: StepFeatures, ladder: tuple[str, ...]) -> float:
-        """Duration of the step: a multiple of TICK, at least one."""
-        return self.step_cost(ladder).seconds(features)
+    @property
+    def needed_model(self) -> ProfiledModel:
+        """ConfigError if the profile names none."""
+        if self.model is None:
+            raise ConfigError(f"profile {self.name!r} names no model: field model is needed to size pages")
+        return self.model
+
+    @property
+    def best_known_loss(self) -> dict[str, float]:
+        """Mean KL (nats per token) by codec: as measured on the model, else what the profile says."""
+        return dict(measured_loss(self.needed_model.name) or self.quality_loss)
 
     def step_cost(self, ladder: tuple[str, ...]) -> StepCost:
         """The weights for pages on this ladder."""

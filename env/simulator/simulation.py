@@ -102,16 +102,25 @@ class Simulation:
             self._next_row += 1
         return self._next_row - first
 
-    def _submit(self, row: int) -> None:
+    def _submit(self, row: int) -> bool:
+        prompt, output = int(self.trace.prompt_tokens[row]), int(self.trace.output_tokens[row])
         blocks: list[int] = self.trace.reply_blocks(row).tolist()
+        return self._offer(row, prompt, output, arrival=self._arrivals[row], blocks=blocks)
+
+    def _offer(
+        self, number: int, prompt_tokens: int, output_tokens: int, *, arrival: float, blocks: list[int]
+    ) -> bool:
+        """Hand one request to the engine, by its number; False if it refuses, which is noted."""
         request = Request(
-            request_id=str(row),
-            num_prompt_tokens=int(self.trace.prompt_tokens[row]),
-            max_tokens=int(self.trace.output_tokens[row]),
-            arrival_time=self._arrivals[row],
+            request_id=str(number),
+            num_prompt_tokens=prompt_tokens,
+            max_tokens=output_tokens,
+            arrival_time=arrival,
             block_hash=blocks.__getitem__,
         )
         try:
             self.engine.submit(request)
         except (RequestError, EngineFullError) as error:
-            self.refused.append(Refusal(row, str(error)))
+            self.refused.append(Refusal(number, str(error)))
+            return False
+        return True

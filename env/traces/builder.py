@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from kvpilot.env.traces.blocks import Ints, offsets_of, take_ragged, wrong_links
 from kvpilot.env.traces.sessions import derive_sessions
 from kvpilot.env.traces.source import BadRecord, Source
-from kvpilot.env.traces.trace import Ints, Trace, TraceError, offsets_of, take_ragged, wrong_links
+from kvpilot.env.traces.trace import Trace, TraceError
 
 MAX_TOKENS = 1 << 40
 

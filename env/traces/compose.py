@@ -10,17 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpilot.env.traces.blocks import Floats, Ints, densify, offsets_of, take_ragged
 from kvpilot.env.traces.servegen import RateCurve
-from kvpilot.env.traces.trace import (
-    ROW_COLUMNS,
-    Floats,
-    Ints,
-    Trace,
-    TraceError,
-    densify,
-    offsets_of,
-    take_ragged,
-)
+from kvpilot.env.traces.trace import ROW_COLUMNS, Trace, TraceError
 
 
 def sample_sessions(trace: Trace, fraction: float, *, seed: int) -> Trace:
@@ -46,7 +38,7 @@ def scale_arrivals(trace: Trace, factor: float, *, seed: int, jitter_seconds: fl
     base = trace.replace(block_ids=dense)
     whole, part = int(factor), factor - int(factor)
     copies = [base] * whole + ([sample_sessions(base, part, seed=seed)] if part > 1e-9 else [])
-    shared, num_sessions = _shared_blocks(base, num_ids), int(trace.session.max()) + 1
+    shared, num_sessions = shared_blocks(base, num_ids), int(trace.session.max()) + 1
     rng = np.random.default_rng(seed)
     pieces = copies[:1]  # as recorded
     for k, copy in enumerate(copies[1:], 1):
@@ -195,7 +187,7 @@ def _renamed(trace: Trace, copy: int, shared: NDArray[np.bool_], num_sessions: i
     )
 
 
-def _shared_blocks(trace: Trace, num_ids: int) -> NDArray[np.bool_]:
+def shared_blocks(trace: Trace, num_ids: int) -> NDArray[np.bool_]:
     """Whether requests of more than one session have a block; ids are dense."""
     session = np.repeat(trace.session, trace.num_full_blocks)
     one_of = np.empty(num_ids, dtype=np.int64)

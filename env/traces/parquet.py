@@ -5,8 +5,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
-
+from kvpilot.env.traces.blocks import offsets_of
 from kvpilot.env.traces.source import Source
 from kvpilot.env.traces.trace import ROW_COLUMNS, Trace, TraceError
 
@@ -56,9 +55,7 @@ def read_parquet(source: Source) -> Trace:
         return Trace(
             **columns,
             block_ids=blocks.flatten().to_numpy(zero_copy_only=False),
-            block_offsets=np.concatenate([[0], np.cumsum(blocks.value_lengths().to_numpy())]).astype(
-                np.int64
-            ),
+            block_offsets=offsets_of(blocks.value_lengths().to_numpy()),
             block_size=metadata["block_size"],
             provenance=(*metadata["provenance"], source.provenance("parquet", table.num_rows)),
         )

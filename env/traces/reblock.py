@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from kvpilot.env.traces.trace import Ints, Trace, TraceError, densify, offsets_of
+from kvpilot.env.traces.blocks import Ints, densify, offsets_of
+from kvpilot.env.traces.trace import Trace, TraceError
 
 
 def reblock(trace: Trace, block_size: int) -> Trace:

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpilot.env.traces.trace import Ints, Trace, densify
+from kvpilot.env.traces.blocks import Ints, densify
+from kvpilot.env.traces.trace import Trace
 
 Progress = Callable[[int, int], None]  # done, total
 

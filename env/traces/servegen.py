@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvpilot.env.traces.blocks import Floats, Ints, offsets_of
 from kvpilot.env.traces.source import BadRecord, Source, archive_members, parse_object, shorten
-from kvpilot.env.traces.trace import Floats, Ints, Trace, TraceError, offsets_of
+from kvpilot.env.traces.trace import Trace, TraceError
 
 RATE_FIELDS = ("start", "rate", "cv", "family", "parameter_1", "parameter_2")
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvpilot.env.traces.trace import Ints, densify
+from kvpilot.env.traces.blocks import Ints, densify
 
 if TYPE_CHECKING:
     from kvpilot.env.traces.trace import Trace

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvpilot.env.traces.blocks import Floats, Ints
 from kvpilot.env.traces.compose import session_starts
 from kvpilot.env.traces.reuse import (
     HitRateCurve,
@@ -16,7 +17,7 @@ from kvpilot.env.traces.reuse import (
     infinite_hit_rate,
     reuse_interval_seconds,
 )
-from kvpilot.env.traces.trace import Floats, Ints, Trace
+from kvpilot.env.traces.trace import Trace
 
 PERCENTILES = (1, 10, 25, 50, 75, 90, 99)
 NUM_WINDOWS = 80

@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpilot.engine.errors import InputError
-
-Ints = NDArray[np.integer[Any]]
-Floats = NDArray[np.floating[Any]]
+from kvpilot.env.traces.blocks import Floats, Ints, take_ragged, wrong_links
+from kvpilot.env.traces.sessions import find_successors
 
 
 class TraceError(InputError, ValueError):
@@ -94,8 +93,6 @@ class Trace:
     @cached_property
     def successor(self) -> Ints:
         """i8[N]: the request whose prompt continues prompt and reply of this one; -1 if there is none."""
-        from kvpilot.env.traces.sessions import find_successors
-
         return find_successors(self)
 
     # ------------------------------------------------------------------ changing
@@ -166,7 +163,7 @@ class Trace:
         counts = self.num_full_blocks
         wrong = counts != self.prompt_tokens // self.block_size
         _refuse("blocks", counts, wrong, f"one per {self.block_size} tokens of the prompt")
-        check_chains(self.block_ids, self.block_offsets)
+        _check_chains(self.block_ids, self.block_offsets)
 
 
 COLUMNS: dict[str, type] = {
@@ -189,55 +186,18 @@ def _refuse(name: str, column: NDArray[Any], wrong: NDArray[np.bool_], expected:
         raise TraceError(f"{name}={column[row]} of request {row + shift} is invalid: expected {expected}")
 
 
-def check_chains(block_ids: Ints, block_offsets: Ints) -> None:
+def _check_chains(block_ids: Ints, block_offsets: Ints) -> None:
     """Raise TraceError unless every id has the same predecessor wherever it occurs."""
-    if not len(block_ids):
-        return
-    if block_ids.min() < 0:
-        at = int(np.argmax(block_ids < 0))
-        row = int(np.searchsorted(block_offsets, at, "right")) - 1
-        raise TraceError(f"blocks: id {block_ids[at]} of request {row} is invalid: expected >= 0")
-    wrong = wrong_links(block_ids, block_offsets)
-    if wrong.any():
+
+    def place(wrong: NDArray[np.bool_]) -> str:
         at = int(np.argmax(wrong))
         row = int(np.searchsorted(block_offsets, at, "right")) - 1
+        return f"blocks: id {block_ids[at]} of request {row}"
+
+    if (negative := block_ids < 0).any():
+        raise TraceError(f"{place(negative)} is invalid: expected >= 0")
+    if (wrong := wrong_links(block_ids, block_offsets)).any():
         raise TraceError(
-            f"blocks: id {block_ids[at]} of request {row} follows different blocks in different requests: "
+            f"{place(wrong)} follows different blocks in different requests: "
             "expected chained ids (equal id, equal prompt up to there)"
         )
-
-
-def wrong_links(block_ids: Ints, block_offsets: Ints) -> NDArray[np.bool_]:
-    """Where an id has another predecessor than at its first occurrence."""
-    dense, num = densify(block_ids)
-    parents = np.empty_like(dense)
-    parents[1:] = dense[:-1]
-    starts = block_offsets[:-1]
-    parents[starts[starts < block_offsets[1:]]] = -1
-    parent_of = np.empty(num, dtype=np.int64)
-    parent_of[dense[::-1]] = parents[::-1]  # the first one stays
-    return parent_of[dense] != parents
-
-
-def densify(ids: Ints) -> tuple[Ints, int]:
-    """Ids as numbers below the returned bound, equal where the ids are equal; as they are if small enough."""
-    if not len(ids):
-        return ids, 0
-    highest = int(ids.max())
-    if highest < 4 * len(ids) + 1024:
-        return ids, highest + 1
-    values, dense = np.unique(ids, return_inverse=True)
-    return dense.astype(np.int64), len(values)
-
-
-def take_ragged(values: Ints, offsets: Ints, rows: Ints) -> tuple[Ints, Ints]:
-    """Values and offsets of the chosen rows of a ragged array."""
-    counts = np.diff(offsets)[rows]
-    new_offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    index = np.arange(new_offsets[-1]) + np.repeat(offsets[rows] - new_offsets[:-1], counts)
-    return values[index], new_offsets
-
-
-def offsets_of(counts: Sequence[int] | Ints) -> Ints:
-    """Offsets of rows with so many values each."""
-    return np.concatenate([[0], np.cumsum(np.asarray(counts, dtype=np.int64))]).astype(np.int64)

@@ -16,7 +16,7 @@ from kvpilot.env.tuning.reward import Reward
 from kvpilot.env.tuning.rollout import start_run
 from kvpilot.env.tuning.run import EpisodeRun, Step
 from kvpilot.env.tuning.session import Session, SessionError
-from kvpilot.env.tuning.vector import FEATURES, Normalizer, Stack, Vector, vectorize
+from kvpilot.env.tuning.vector import FEATURES, Stack, Vector, vectorize
 from kvpilot.env.tuning.workload import Workload
 
 
@@ -24,6 +24,7 @@ class TuningEnv(gym.Env[Vector, Any]):
     """What both environments share: spaces, and a step over a run."""
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - as Gymnasium declares it
+    _seen: Observation  # in the step before
 
     def __init__(self, *, actions: Actions | None, decide_every: int) -> None:
         if decide_every < 1:
@@ -74,8 +75,6 @@ class TuningEnv(gym.Env[Vector, Any]):
                 for name in step.records[0].reward._fields
             }
         return info
-
-    _seen: Observation
 
 
 class KVCacheTuningEnv(TuningEnv):
@@ -190,26 +189,6 @@ class StackObservations(gym.Wrapper[Vector, Any, Vector, Any]):
     def step(self, action: Any) -> tuple[Vector, Any, bool, bool, dict[str, Any]]:
         observation, reward, terminated, truncated, info = self.env.step(action)
         return self.stack.push(observation), reward, terminated, truncated, info
-
-
-class NormalizeObservations(gym.ObservationWrapper[Vector, Any, Vector]):
-    """Observations in standard deviations from their mean. `normalizer` learns while `learns`; its arrays travel
-    with a policy."""
-
-    def __init__(
-        self, env: gym.Env[Vector, Any], normalizer: Normalizer | None = None, *, learns: bool = True
-    ) -> None:
-        super().__init__(env)
-        shape = env.observation_space.shape
-        assert shape is not None
-        self.normalizer, self.learns = normalizer or Normalizer(shape[0]), learns
-        limit = Normalizer.LIMIT
-        self.observation_space = spaces.Box(-limit, limit, shape, np.float32)
-
-    def observation(self, observation: Vector) -> Vector:
-        if self.learns:
-            self.normalizer.update(observation)
-        return self.normalizer(observation)
 
 
 gym.register(id="KVCacheTuning-v0", entry_point=f"{__name__}:KVCacheTuningEnv")

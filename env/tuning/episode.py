@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpilot.engine.config import EngineConfig
 from kvpilot.engine.errors import ConfigError
-from kvpilot.engine.kv.quality import quality_loss
-from kvpilot.env.simulator.latency import LatencyProfile, ProfiledModel, load_profile
+from kvpilot.env.simulator.latency import load_profile
 from kvpilot.env.slo import Slo
 from kvpilot.env.tuning.session import SimulatedSession
 from kvpilot.env.tuning.sessions import SessionTable, load_table
@@ -98,7 +97,7 @@ class Episode:
         """The engine one interval before the end of its warm-up; `knobs` hold from the very first step on."""
         end_seconds = self.warmup_seconds + self.num_windows * self.interval_seconds
         profile = load_profile(self.profile)
-        model = _model(profile)
+        model = profile.needed_model
         simulation = TrafficSimulation(
             self.streams,
             self.tables(),
@@ -109,7 +108,7 @@ class Episode:
             seed=self.seed,
             end_seconds=end_seconds,
             model_max_len=model.max_len,
-            quality_loss=dict(quality_loss(model.name) or profile.quality_loss),
+            quality_loss=profile.best_known_loss,
         )
         if knobs:
             simulation.engine.patch_knobs(dict(knobs))
@@ -126,7 +125,7 @@ class Episode:
         return reference_latency(self)
 
     def _max_tokens(self) -> int:
-        model = _model(load_profile(self.profile))
+        model = load_profile(self.profile).needed_model
         page_bytes = model.page_shape(self.page_size).num_values * 2
         return min(model.max_len - 1, (self.pool_bytes // page_bytes - 16) * self.page_size)
 
@@ -162,9 +161,3 @@ def _plain(episode: Episode) -> dict[str, Any]:
 
 def _pairs(pairs: Any) -> tuple[tuple[float, Any], ...]:
     return tuple((first, second) for first, second in pairs)
-
-
-def _model(profile: LatencyProfile) -> ProfiledModel:
-    if profile.model is None:
-        raise ConfigError(f"profile {profile.name!r} names no model: field model is needed to size pages")
-    return profile.model

@@ -1,9 +1,8 @@
 """What a window is worth: hits and saved latency, less broken promises, lost quality and churn."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from kvpilot.engine.errors import ConfigError, KVPilotError
 from kvpilot.engine.stats import StatsWindow
@@ -68,13 +67,6 @@ class RewardWeights:
 
     def to_json(self) -> dict[str, float]:
         return asdict(self)
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> "RewardWeights":
-        try:
-            return RewardWeights(**values)
-        except TypeError as error:
-            raise ConfigError(f"the reward's weights are malformed: {error}") from error
 
 
 class ObjectiveReward:

@@ -7,7 +7,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from kvpilot.engine.request import FinishReason, Request
 from kvpilot.env.policy import Policy
 from kvpilot.env.replay.summary import percentiles
 from kvpilot.env.slo import Slo
@@ -145,12 +144,12 @@ COUNTERS = ("prefix_hit_tokens", "prefix_query_tokens", "pages_released", "preem
 
 
 def _request_figures(session: SimulatedSession, slo: Slo, start: float) -> dict[str, Any]:
-    done = [r for r in session.simulation.finished if _ended_well(r) and (r.finish_time or 0.0) >= start]
+    done = [r for r in session.simulation.finished if r.is_answered and (r.finish_time or 0.0) >= start]
     refused, scheduler = len(session.simulation.refused), session.simulation.engine.scheduler
     ttft = np.array([(r.first_token_time or 0.0) - r.arrival_time for r in done])
     e2e = np.array([(r.finish_time or 0.0) - r.arrival_time for r in done])
-    gaps = np.array([_gap(r) for r in done])
-    good = int(np.count_nonzero((ttft <= slo.ttft_seconds) & ~(gaps > slo.inter_token_seconds)))
+    gaps = np.array([r.mean_gap_seconds for r in done], dtype=float)  # nan for a single token
+    good = int(np.count_nonzero(slo.is_met(ttft, gaps)))
     return {
         "requests_done": len(done),
         "requests_refused": refused,
@@ -160,18 +159,6 @@ def _request_figures(session: SimulatedSession, slo: Slo, start: float) -> dict[
         "ttft_seconds": percentiles(ttft),
         "inter_token_seconds": percentiles(gaps),
     }
-
-
-def _ended_well(request: Request) -> bool:
-    return request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-
-
-def _gap(request: Request) -> float:
-    """Mean over the answer; nan for a single token."""
-    tokens = request.num_output_tokens
-    if tokens < 2:
-        return np.nan
-    return ((request.last_token_time or 0.0) - (request.first_token_time or 0.0)) / (tokens - 1)
 
 
 def _quality_loss(records: list[WindowRecord]) -> float:

@@ -1,19 +1,18 @@
 """The sessions of a trace file as episodes use them: in pages, filtered by length, split by session, read once."""
 
 import hashlib
-from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvpilot.engine.errors import ConfigError
 from kvpilot.engine.model.fetch import default_cache_dir
-from kvpilot.env.traces.compose import drop_longer
+from kvpilot.env.traces.blocks import densify
+from kvpilot.env.traces.compose import drop_longer, shared_blocks
 from kvpilot.env.traces.files import write_trace
 from kvpilot.env.traces.readers import read_trace
-from kvpilot.env.traces.trace import Trace, TraceError, densify
+from kvpilot.env.traces.trace import Trace, TraceError
 
 SPLITS = {"train": range(60), "validation": range(60, 80), "test": range(80, 100)}  # of 100 classes
 MIN_SESSIONS = 8  # fewer in a split are no sample
@@ -33,7 +32,7 @@ class SessionTable:
         self.trace, self.file, self.digest = trace, file, digest
         dense, num_ids = densify(trace.block_ids)
         self.trace = trace.replace(block_ids=dense)
-        self.is_shared = _shared(self.trace, num_ids)
+        self.is_shared = shared_blocks(self.trace, num_ids)
         self._by_class: dict[int, list[list[int]]] = {}
         rows: dict[int, list[int]] = {}
         for row, session in enumerate(trace.session.tolist()):
@@ -103,17 +102,3 @@ def _keep(trace: Trace, path: Path) -> None:
         write_trace(trace, path)
     except (OSError, TraceError):
         return
-
-
-def _shared(trace: Trace, num_ids: int) -> NDArray[np.bool_]:
-    """Whether requests of more than one session have a block; ids are dense."""
-    session = np.repeat(trace.session, trace.num_full_blocks)
-    one_of = np.empty(num_ids, dtype=np.int64)
-    one_of[trace.block_ids] = session
-    shared = np.zeros(num_ids, dtype=bool)
-    shared[trace.block_ids[one_of[trace.block_ids] != session]] = True
-    return shared
-
-
-def digest_of(tables: Sequence[SessionTable]) -> str:
-    return hashlib.sha256("".join(table.digest for table in tables).encode()).hexdigest()

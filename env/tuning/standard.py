@@ -5,22 +5,84 @@ keeps up with `few` and `some` coders at full or 8-bit precision; with `many` th
 return fits at 4 bits only, with `most` not even then.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvpilot.env.slo import Slo
 from kvpilot.env.traces.trace import TraceError
-from kvpilot.env.tuning.workload import RANDOM, Regime, StreamSpec, Workload
+from kvpilot.env.tuning.workload import RANDOM, Range, Regime, StreamSpec, Workload
 
 CONVERSATION = "mooncake/conversation_first40min.jsonl"
 AGENTIC = "weka_agentic/sessions_train.tar.xz"
 RATES = "servegen/servegen_rate_traces.tar.xz"
 RATES_CLIENT = "language/m-large"
 
-NAMED = ("agentic_drift", "conversation_modulated", "switch", "bursts", "stationary")
-RANDOM_COMPOSITION = "random_composition"
-
 POOL_BYTES = 40_000_000_000
 SLO = Slo(ttft_seconds=10.0, inter_token_seconds=0.2)
+
+FEW, SOME, MANY, MOST = (3, 5), (7, 11), (20, 26), (28, 36)  # coders at a time
+LONG, SHORT, TWO_HOURS = (1200, 2400), (400, 800), (7200, 7200)  # seconds
+
+
+def _regime(seconds: Range, **levels: Range) -> Regime:
+    return Regime(seconds=seconds, levels=levels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Family:
+    """`streams` are names of a regime's streams -> which of the streams that `standard_workloads` makes."""
+
+    streams: dict[str, str]
+    regimes: dict[str, Regime]
+    order: tuple[str, ...] | str = RANDOM
+    seconds: Range = TWO_HOURS
+
+
+RANDOM_COMPOSITION = "random_composition"
+FAMILIES = {
+    "agentic_drift": _Family(
+        streams={"coders": "coders"},
+        regimes={
+            "quiet": _regime(LONG, coders=FEW),
+            "day": _regime(LONG, coders=SOME),
+            "busy": _regime(LONG, coders=MANY),
+            "peak": _regime(LONG, coders=MOST),
+        },
+    ),
+    "conversation_modulated": _Family(
+        streams={"chat": "waves"}, regimes={"chat": _regime(TWO_HOURS, chat=(0.3, 0.5))}
+    ),
+    "switch": _Family(
+        streams={"chat": "chat", "coders": "coders"},
+        regimes={
+            "conversation": _regime((2000, 2800), chat=(0.3, 0.6)),
+            "agentic": _regime((2000, 2800), coders=MANY),
+        },
+        order=("conversation", "agentic"),
+    ),
+    "bursts": _Family(
+        streams={"coders": "coders", "batch": "batch"},
+        regimes={
+            "calm": _regime((900, 1500), coders=SOME),
+            "burst": _regime(SHORT, coders=SOME, batch=(0.4, 0.8)),
+        },
+        order=("calm", "burst"),
+    ),
+    "stationary": _Family(streams={"coders": "coders"}, regimes={"steady": _regime(TWO_HOURS, coders=MANY)}),
+    RANDOM_COMPOSITION: _Family(
+        streams={"chat": "chat", "coders": "coders", "batch": "batch"},
+        regimes={
+            "idle": _regime(LONG, coders=FEW),
+            "chat": _regime(LONG, chat=(0.3, 0.7)),
+            "coding": _regime(LONG, coders=SOME),
+            "busy": _regime(LONG, coders=MANY),
+            "peak": _regime(LONG, coders=MOST),
+            "batch": _regime((400, 900), coders=SOME, batch=(0.4, 0.8)),
+        },
+        seconds=(7200, 14400),
+    ),
+}
+NAMED = tuple(name for name in FAMILIES if name != RANDOM_COMPOSITION)
 
 
 def standard_workloads(
@@ -36,82 +98,23 @@ def standard_workloads(
     for file in (conversation, agentic, rates):
         if not (Path(folder) / file).is_file():
             raise TraceError(f"folder={str(folder)!r} is invalid: it holds no {file}")
-    chat = StreamSpec(file=conversation, loop="open")
-    waves = StreamSpec(file=conversation, loop="open", curve_file=rates, curve_client=rates_client)
-    coders = StreamSpec(file=agentic, loop="closed")
-    batch = StreamSpec(file=conversation, loop="one-off")
-    few, some, many, most = (3, 5), (7, 11), (20, 26), (28, 36)
-
-    def workload(name: str, streams: dict, regimes: dict, **options) -> Workload:
-        return Workload(
+    streams = {
+        "chat": StreamSpec(file=conversation, loop="open"),
+        "waves": StreamSpec(file=conversation, loop="open", curve_file=rates, curve_client=rates_client),
+        "coders": StreamSpec(file=agentic, loop="closed"),
+        "batch": StreamSpec(file=conversation, loop="one-off"),
+    }
+    return {
+        name: Workload(
             name=name,
             folder=str(folder),
             split=split,
-            streams=streams,
-            regimes=regimes,
+            streams={stream: streams[made] for stream, made in family.streams.items()},
+            regimes=family.regimes,
+            order=family.order,
+            seconds=family.seconds,
             slo=SLO,
             pool_bytes=POOL_BYTES,
-            **options,
         )
-
-    long, hours = (1200, 2400), {"seconds": (7200, 7200)}
-    made = [
-        workload(
-            "agentic_drift",
-            {"coders": coders},
-            {
-                "quiet": Regime(seconds=long, levels={"coders": few}),
-                "day": Regime(seconds=long, levels={"coders": some}),
-                "busy": Regime(seconds=long, levels={"coders": many}),
-                "peak": Regime(seconds=long, levels={"coders": most}),
-            },
-            **hours,
-        ),
-        workload(
-            "conversation_modulated",
-            {"chat": waves},
-            {"chat": Regime(seconds=(7200, 7200), levels={"chat": (0.3, 0.5)})},
-            **hours,
-        ),
-        workload(
-            "switch",
-            {"chat": chat, "coders": coders},
-            {
-                "conversation": Regime(seconds=(2000, 2800), levels={"chat": (0.3, 0.6)}),
-                "agentic": Regime(seconds=(2000, 2800), levels={"coders": many}),
-            },
-            order=("conversation", "agentic"),
-            **hours,
-        ),
-        workload(
-            "bursts",
-            {"coders": coders, "batch": batch},
-            {
-                "calm": Regime(seconds=(900, 1500), levels={"coders": some}),
-                "burst": Regime(seconds=(400, 800), levels={"coders": some, "batch": (0.4, 0.8)}),
-            },
-            order=("calm", "burst"),
-            **hours,
-        ),
-        workload(
-            "stationary",
-            {"coders": coders},
-            {"steady": Regime(seconds=(7200, 7200), levels={"coders": many})},
-            **hours,
-        ),
-        workload(
-            RANDOM_COMPOSITION,
-            {"chat": chat, "coders": coders, "batch": batch},
-            {
-                "idle": Regime(seconds=long, levels={"coders": few}),
-                "chat": Regime(seconds=long, levels={"chat": (0.3, 0.7)}),
-                "coding": Regime(seconds=long, levels={"coders": some}),
-                "busy": Regime(seconds=long, levels={"coders": many}),
-                "peak": Regime(seconds=long, levels={"coders": most}),
-                "batch": Regime(seconds=(400, 900), levels={"coders": some, "batch": (0.4, 0.8)}),
-            },
-            order=RANDOM,
-            seconds=(7200, 14400),
-        ),
-    ]
-    return {one.name: one for one in made}
+        for name, family in FAMILIES.items()
+    }

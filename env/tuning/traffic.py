@@ -9,11 +9,11 @@ from math import inf
 import numpy as np
 
 from kvpilot.engine.config import EngineConfig
-from kvpilot.engine.errors import ConfigError, EngineFullError, RequestError
+from kvpilot.engine.errors import ConfigError
 from kvpilot.engine.kv.formats import PageShape
 from kvpilot.engine.request import Request
 from kvpilot.env.simulator.latency import LatencyProfile
-from kvpilot.env.simulator.simulation import Refusal, Simulation
+from kvpilot.env.simulator.simulation import Simulation
 from kvpilot.env.traces.trace import TraceError
 from kvpilot.env.tuning.schedule import Schedule, check_schedule, draw_times
 from kvpilot.env.tuning.sessions import SessionTable
@@ -173,19 +173,9 @@ class TrafficSimulation(Simulation):
         table, row, serial = visit.source.table, visit.rows[visit.at], next(self._serial)
         self._next_row += 1
         blocks = table.blocks(row, stream=visit.source.index, copy=visit.copy, serial=serial)
-        request = Request(
-            request_id=str(serial),
-            num_prompt_tokens=table.prompt_tokens[row],
-            max_tokens=table.output_tokens[row],
-            arrival_time=at,
-            block_hash=blocks.__getitem__,
-        )
-        try:
-            self.engine.submit(request)
-        except (RequestError, EngineFullError) as error:
-            self.refused.append(Refusal(serial, str(error)))
-            if visit.slot is not None:
-                next_at = max(at, self.clock.now) + RETRY_SECONDS
-                self._push(next_at, visit.source.visit(slot=visit.slot))
-            return
-        self._visits[request.request_id] = visit
+        prompt, output = table.prompt_tokens[row], table.output_tokens[row]
+        if self._offer(serial, prompt, output, arrival=at, blocks=blocks):
+            self._visits[str(serial)] = visit
+        elif visit.slot is not None:
+            next_at = max(at, self.clock.now) + RETRY_SECONDS
+            self._push(next_at, visit.source.visit(slot=visit.slot))

@@ -3,7 +3,6 @@
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,10 +43,8 @@ SCALES: dict[str, float | None] = {
     "stepped_down_per_second": 1000.0,
     "quality_loss": None,
 }
-FINE = {
-    "inter_token_p50_seconds": 1000.0,
-    "inter_token_p99_seconds": 1000.0,
-}  # counted in 1/1000 before the log
+# counted in 1/1000 before the log
+FINE = {"inter_token_p50_seconds": 1000.0, "inter_token_p99_seconds": 1000.0}
 FULL_LOSS_KL = 0.0024  # nats per token: twice that of int4 pages
 MASKED = ("hit_rate", "slo_violation_share", "ttft_p50_seconds", "inter_token_p50_seconds")  # None means much
 NUM_LEVELS = 3  # rungs of the ladder, from full precision down; more are added to the last
@@ -131,43 +128,3 @@ class Stack:
             for mean, length in zip(self._means, self.averages, strict=True)
         ]
         return np.concatenate([*self._seen, *self._means])
-
-
-class Normalizer:
-    """Running mean and variance of vectors. The statistics are plain arrays and travel with a policy."""
-
-    EPSILON = 1e-4
-    LIMIT = 5.0  # standard deviations
-
-    def __init__(self, size: int) -> None:
-        self.mean = np.zeros(size)
-        self.variance = np.ones(size)
-        self.count = 0.0
-
-    def update(self, vector: NDArray[Any]) -> None:
-        """Counts one vector more."""
-        self.count += 1
-        step = vector - self.mean
-        self.mean = self.mean + step / self.count
-        if self.count == 1:
-            self.variance = np.zeros_like(self.variance)
-        else:
-            self.variance = self.variance + (step * (vector - self.mean) - self.variance) / self.count
-
-    def __call__(self, vector: NDArray[Any]) -> Vector:
-        """float32 of the same shape in [-LIMIT, LIMIT]."""
-        scaled = (vector - self.mean) / np.sqrt(self.variance + self.EPSILON)
-        return np.clip(scaled, -self.LIMIT, self.LIMIT).astype(np.float32)
-
-    def arrays(self) -> dict[str, NDArray[np.float64]]:
-        return {"mean": self.mean, "variance": self.variance, "count": np.array(self.count)}
-
-    @staticmethod
-    def from_arrays(arrays: Mapping[str, NDArray[Any]]) -> "Normalizer":
-        """Raises ConfigError unless mean and variance have one length and are finite."""
-        mean, variance = np.asarray(arrays["mean"], float), np.asarray(arrays["variance"], float)
-        if mean.shape != variance.shape or mean.ndim != 1 or not np.isfinite([mean, variance]).all():
-            raise ConfigError("normalisation is invalid: expected finite mean and variance of one length")
-        made = Normalizer(len(mean))
-        made.mean, made.variance, made.count = mean, variance, float(arrays.get("count", 1.0))
-        return made

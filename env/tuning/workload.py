@@ -29,9 +29,7 @@ class StreamSpec:
 
     file: str  # relative to the folder of traces
     loop: str  # closed, open or one-off: see Stream
-    curve_file: str | None = (
-        None  # ServeGen rates: a stretch of them, scaled to a mean of 1, multiplies the level
-    )
+    curve_file: str | None = None  # ServeGen rates: a stretch, scaled to a mean of 1, multiplies the level
     curve_client: str = ""
     curve_seconds: Range = (60.0, 120.0)  # how long one 600 s window of the curve takes here
 

@@ -5,11 +5,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from kvpilot.engine.stats import METRICS, Histogram, Series, StatsSnapshot, StatsWindow
-from kvpilot.exporter.scrape import ScrapeError
+from kvpilot.exporter.scrape import SUFFIXES, ScrapeError, parse_families
 from kvpilot.exporter.source import Source
 
 POOL = 1.0  # they export shares of their pool: of our "bytes" only the ratios mean anything
@@ -30,9 +29,7 @@ class MetricMap:
     counters: Mapping[str, str]
     histograms: Mapping[str, str]
     live_share: str  # gauge: share of the pool that running requests hold, 0 to 1
-    former: Mapping[str, str] = field(
-        default_factory=dict
-    )  # what a name was called in older versions -> theirs
+    former: Mapping[str, str] = field(default_factory=dict)  # name in older versions -> name now
     only: Mapping[str, str] = field(default_factory=dict)  # label -> the one value that counts
     tokens_per_page: int = 1
     page_counters: frozenset[str] = frozenset()  # ours in pages, theirs in tokens
@@ -49,16 +46,12 @@ class MetricMap:
 
     @property
     def sample_names(self) -> list[str]:
-        suffixes = ("_bucket", "_sum", "_count")
-        histograms = [name + suffix for name in self.histograms.values() for suffix in suffixes]
+        histograms = [name + suffix for name in self.histograms.values() for suffix in SUFFIXES["histogram"]]
         return [*self.gauges.values(), *self.counters.values(), self.live_share, *histograms]
 
     def parse(self, text: str, *, time: float) -> StatsSnapshot:
         """The snapshot behind an exposition text, at `time` of the reader's clock; ScrapeError names what is wrong."""
-        try:
-            families = list(text_string_to_metric_families(text))
-        except (ValueError, IndexError, KeyError) as error:
-            raise ScrapeError(f"the metrics are not in Prometheus' text format: {error}") from error
+        families = parse_families(text)
         declared = {f"{f.name}_total" if f.type == "counter" else f.name for f in families}
         return self.snapshot((s for f in families for s in f.samples), time, declared=declared)
 

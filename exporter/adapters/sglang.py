@@ -31,7 +31,6 @@ METRIC_MAP = MetricMap(
 ADAPTER = Adapter(
     metric_map=METRIC_MAP,
     version_paths=("/server_info", "/get_server_info"),
-    live_paths={},
     capabilities=(
         Capability("max_batch", "--max-running-requests {value}", "requests in a batch, fixed at start"),
         Capability(

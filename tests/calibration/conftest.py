@@ -48,12 +48,12 @@ def steps_of():
                 (0, 0, 0),
                 0,
             )
-            seconds = profile.step_seconds(features, LADDER) * (1 + noise * rng.standard_normal())
+            seconds = profile.step_cost(LADDER).seconds(features) * (1 + noise * rng.standard_normal())
             steps.append(MeasuredStep(features, seconds, kind_of(features), True))
         for _ in range(number // 4):
             converted = (0, int(rng.integers(0, 9)), int(rng.integers(1, 9)))
             features = StepFeatures(0, 0, 0, 0, 0, (0, 0, 0), converted, int(rng.integers(0, 4_000_000)))
-            seconds = profile.step_seconds(features, LADDER) - profile.fixed
+            seconds = profile.step_cost(LADDER).seconds(features) - profile.fixed
             steps.append(MeasuredStep(features, seconds, "convert", False))
         return steps
 

@@ -8,7 +8,8 @@ from kvpilot.engine.errors import ConfigError, KVPilotError
 from kvpilot.engine.step_features import StepFeatures
 from kvpilot.env.calibration.fit import fit_profile
 from kvpilot.env.calibration.measured import StepLog, read_steps
-from kvpilot.env.simulator.latency import LatencyProfile, load_profile, parse_profile, ramp_seconds
+from kvpilot.env.simulator.latency import LatencyProfile, load_profile, parse_profile
+from kvpilot.env.simulator.step_cost import ramp_seconds
 
 LADDER = ("bf16", "int8", "int4")
 
@@ -105,7 +106,8 @@ def test_converting_a_page_costs_as_many_bytes_as_it_has(truth):
     profile = LatencyProfile(**{**vars(truth), "engine": {"page_size": 32}})
     assert profile.for_page_size(512).convert["int4"] == pytest.approx(16 * truth.convert["int4"])
     step = StepFeatures(0, 0, 0, 1, 1, (0, 0, 0), (0, 0, 2), 0)
-    longer = profile.for_page_size(64).step_seconds(step, LADDER) - profile.step_seconds(step, LADDER)
+    cost, longer_cost = profile.step_cost(LADDER), profile.for_page_size(64).step_cost(LADDER)
+    longer = longer_cost.seconds(step) - cost.seconds(step)
     assert longer == pytest.approx(2 * truth.convert["int4"], rel=1e-3)
 
 

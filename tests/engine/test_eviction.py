@@ -4,8 +4,9 @@ import random
 
 import pytest
 
-from kvpilot.engine.kv.eviction import POLICIES, HazardPolicy, IdleQueue, LruPolicy
-from kvpilot.engine.kv.pool import Page
+from kvpilot.engine.kv.eviction import POLICIES, HazardPolicy, LruPolicy
+from kvpilot.engine.kv.idle_queue import IdleQueue
+from kvpilot.engine.kv.page import Page
 
 
 def make_page(rank: int, last_use: float = 0.0, turn: int = 1, num_prompt_tokens: int = 100) -> Page:

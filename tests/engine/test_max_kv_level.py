@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kvpilot.engine.config import Knobs
 from kvpilot.engine.engine import Engine
 from kvpilot.engine.errors import RequestError
-from kvpilot.engine.kv.pool import PageState
+from kvpilot.engine.kv.page import PageState
 from kvpilot.engine.request import FinishReason, Request, SamplingParams
 
 PAGE = 8  # tokens, see conftest
@@ -43,7 +43,7 @@ def test_growth_takes_the_neighbours_precision_only(make_engine, clock, level):
     lax = add(engine, "lax", range(80), 60)
     strict = add(engine, "strict", range(1000, 1080), 60, level)
     coarsest = run_all(engine, clock, lax, strict)
-    assert engine.stats.count("preemptions") == 0
+    assert engine.snapshot().value("preemptions") == 0
     assert coarsest["lax"] > 0
     assert coarsest["strict"] <= level
 

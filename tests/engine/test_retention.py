@@ -5,7 +5,7 @@ import pytest
 from kvpilot.engine.config import Knobs
 from kvpilot.engine.engine import Engine
 from kvpilot.engine.kv.cache import Take
-from kvpilot.engine.kv.pool import PageState
+from kvpilot.engine.kv.page import PageState
 from kvpilot.engine.request import FinishReason, SamplingParams
 
 PAGE = 8  # tokens, see conftest
@@ -51,10 +51,10 @@ def test_idle_pages_are_retained_until_their_ttl_is_over(make_engine, clock):
     run(engine, clock, "a", list(range(3 * PAGE)))
     assert idle(engine) == (3, 0)
     clock.now += 9
-    engine.cache.tick(clock.now)
+    engine.cache.idle.tick(clock.now)
     assert idle(engine) == (3, 0)
     clock.now += 2
-    engine.cache.tick(clock.now)
+    engine.cache.idle.tick(clock.now)
     assert idle(engine) == (0, 3)
     assert engine.snapshot().value("pages_expired") == 3
 
@@ -66,7 +66,7 @@ def test_a_hit_refreshes_the_last_use(make_engine, clock):
     clock.now += 9
     run(engine, clock, "b", list(range(3 * PAGE)))
     clock.now += 9
-    engine.cache.tick(clock.now)
+    engine.cache.idle.tick(clock.now)
     assert engine.pool.num_pages(PageState.RETAINED) == 3
 
 
@@ -91,7 +91,7 @@ def test_protection_is_regained_when_the_budget_grows(make_engine, clock):
     run(engine, clock, "b", [7])
     assert idle(engine)[0] == 6
     clock.now += 1001
-    engine.cache.tick(clock.now)
+    engine.cache.idle.tick(clock.now)
     assert idle(engine)[0] == 0, "regained pages expire like the others"
 
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from kvpilot.engine.config import EngineConfig, Knobs
-from kvpilot.env.replay.result import Slo
 from kvpilot.env.replay.sim import SimReplay
 from kvpilot.env.simulator.latency import LatencyProfile, ProfiledModel
+from kvpilot.env.slo import Slo
 from kvpilot.env.traces.trace import Trace
 
 BLOCK = 8

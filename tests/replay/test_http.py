@@ -9,9 +9,10 @@ import pytest
 from kvpilot.engine.errors import ConfigError
 from kvpilot.env.replay.http import HttpReplay, ServerError, replay_http
 from kvpilot.env.replay.report import render
-from kvpilot.env.replay.result import Slo, read_result
+from kvpilot.env.replay.result import read_result
 from kvpilot.env.replay.sim import replay_simulated
 from kvpilot.env.replay.synthetic import SyntheticText
+from kvpilot.env.slo import Slo
 
 CONFIG = HttpReplay(url="http://server", model="m", slo=Slo(), drain_seconds=5.0)
 

@@ -13,8 +13,8 @@ from kvpilot.env.pages.figure import MAX_TICKS, log_axis
 from kvpilot.env.replay.charts import color_of
 from kvpilot.env.replay.compare import describe, names_of, warnings_of
 from kvpilot.env.replay.report import figure_rows, render
-from kvpilot.env.replay.result import Slo
 from kvpilot.env.replay.sim import replay_simulated
+from kvpilot.env.slo import Slo
 
 
 @pytest.fixture

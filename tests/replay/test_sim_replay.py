@@ -10,8 +10,9 @@ import pytest
 from kvpilot.engine.config import Knobs
 from kvpilot.engine.errors import ConfigError
 from kvpilot.env.replay.report import unanswered
-from kvpilot.env.replay.result import ReplayFormError, Slo, read_result
+from kvpilot.env.replay.result import ReplayFormError, read_result
 from kvpilot.env.replay.sim import make_simulation, replay_simulated
+from kvpilot.env.slo import Slo
 
 
 def with_engine(replay, **changes):

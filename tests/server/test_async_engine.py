@@ -5,9 +5,10 @@ from contextlib import closing
 
 import pytest
 
-from kvpilot.engine.async_engine import AsyncEngine, Generation
+from kvpilot.engine.async_engine import AsyncEngine
 from kvpilot.engine.errors import EngineClosedError, EngineFullError, RequestError
-from kvpilot.engine.kv.pool import PageState
+from kvpilot.engine.generation import Generation
+from kvpilot.engine.kv.page import PageState
 from kvpilot.engine.request import FinishReason, SamplingParams
 
 PROMPT = [5, 6, 7]

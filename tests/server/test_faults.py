@@ -9,7 +9,7 @@ import threading
 import httpx
 import pytest
 
-from kvpilot.engine.kv.pool import PageState
+from kvpilot.engine.kv.page import PageState
 
 LONG = {"model": "stub", "prompt": "Hello", "max_tokens": 500}
 

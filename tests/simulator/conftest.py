@@ -6,15 +6,22 @@ import pytest
 
 from kvpilot.engine.engine import Engine
 from kvpilot.engine.kv.cache import KVCache
+from kvpilot.engine.kv.idle import IdlePages
 from kvpilot.engine.scheduler import Scheduler
 
 
-class OpenCache(KVCache):
+class OpenIdlePages(IdlePages):
     """Compiled methods cannot be replaced on an object; those of an interpreted subclass can, to watch them."""
 
 
+class OpenCache(KVCache):
+    """As OpenIdlePages."""
+
+    idle_class = OpenIdlePages
+
+
 class OpenScheduler(Scheduler):
-    """As OpenCache."""
+    """As OpenIdlePages."""
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,7 +14,8 @@ from kvpilot.engine.kv.storage import CountingStorage, NoStorage
 from kvpilot.engine.request import Request
 from kvpilot.engine.step_features import FeatureReader
 from kvpilot.env.simulator.clock import VirtualClock
-from kvpilot.env.simulator.engine import SimulatedEngine, SimulatedRunner
+from kvpilot.env.simulator.core import SimulatedRunner
+from kvpilot.env.simulator.engine import SimulatedEngine
 from kvpilot.env.simulator.latency import LatencyProfile
 
 SHAPE = PageShape(num_layers=2, num_kv_heads=1, head_dim=64, page_size=8)
@@ -73,7 +74,7 @@ def record(engine: Engine) -> list[tuple]:
     watch(scheduler, "finish", lambda r, reason, now: (r.request_id, reason, r.num_tokens))
     watch(cache, "_release", lambda page, now: (page.page_id, page.state, page.level))
     watch(cache, "_step_down", lambda page: (page.page_id, page.level))
-    watch(cache, "_become_idle", lambda page, state: (page.page_id, page.last_use, state))
+    watch(cache.idle, "_enqueue", lambda page: (page.page_id, page.last_use, page.state))
     watch(cache, "seal", lambda pages, index, block: (pages[index].page_id, index, block))
     commit = scheduler.commit
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpilot.env.traces.trace import Trace, offsets_of
+from kvpilot.env.traces.blocks import offsets_of
+from kvpilot.env.traces.trace import Trace
 
 
 @dataclass

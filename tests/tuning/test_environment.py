@@ -10,9 +10,9 @@ from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
 from kvpilot.engine.errors import ConfigError
 from kvpilot.env.tuning.actions import Delta, Portfolio, Setting
-from kvpilot.env.tuning.environment import KVCacheTuningEnv, NormalizeObservations, StackObservations
+from kvpilot.env.tuning.environment import KVCacheTuningEnv, StackObservations
 from kvpilot.env.tuning.reward import RewardError
-from kvpilot.env.tuning.vector import FEATURES, Normalizer
+from kvpilot.env.tuning.vector import FEATURES
 
 PORTFOLIO = Portfolio(
     (
@@ -116,19 +116,9 @@ def test_many_run_at_once(workload, kind):
         assert rewards[k] == pytest.approx(alone[0])
 
 
-def test_wrappers_stack_and_normalise(workload):
+def test_the_wrapper_stacks(workload):
     plain = KVCacheTuningEnv(workload, actions=PORTFOLIO)
     seen, _ = play(plain, 3, [2, 0, 0])
     stacked, _ = play(StackObservations(KVCacheTuningEnv(workload, actions=PORTFOLIO), 3), 3, [2, 0, 0])
     assert (stacked[0] == np.tile(seen[0], 3)).all()
     assert (stacked[3] == np.concatenate(seen[1:4])).all()
-    wrapped = NormalizeObservations(StackObservations(KVCacheTuningEnv(workload, actions=PORTFOLIO), 3))
-    assert wrapped.observation_space.contains(wrapped.reset(seed=3)[0])
-    frozen = NormalizeObservations(
-        KVCacheTuningEnv(workload, actions=PORTFOLIO),
-        Normalizer.from_arrays({"mean": np.full(len(FEATURES), 0.5), "variance": np.ones(len(FEATURES))}),
-        learns=False,
-    )
-    normal, _ = play(frozen, 3, [2, 0, 0])
-    assert normal == pytest.approx(seen - 0.5, abs=1e-3)
-    assert frozen.normalizer.count == 1

@@ -16,7 +16,7 @@ from kvpilot.engine.errors import KVPilotError
 from kvpilot.engine.kv.storage import CountingStorage, NoStorage
 from kvpilot.engine.step_features import FeatureReader
 from kvpilot.env.observation import Observation
-from kvpilot.env.simulator.engine import SimulatedRunner
+from kvpilot.env.simulator.core import SimulatedRunner
 from kvpilot.env.simulator.latency import load_profile
 from kvpilot.env.tuning.actions import Portfolio, Setting
 from kvpilot.env.tuning.environment import KVCacheTuningEnv, LiveKVCacheTuningEnv

@@ -1,6 +1,5 @@
 """Observations as vectors: bounded whatever comes, and the statistics that travel with a policy."""
 
-import math
 from dataclasses import fields
 
 import numpy as np
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from kvpilot.engine.config import EngineConfig, Knobs, knob_bounds
 from kvpilot.engine.errors import ConfigError
 from kvpilot.env.observation import Observation
-from kvpilot.env.tuning.vector import FEATURES, FORM, Normalizer, Stack, knob_position, vectorize
+from kvpilot.env.tuning.vector import FEATURES, FORM, Stack, knob_position, vectorize
 
 BOUNDS = knob_bounds(EngineConfig())
 KNOBS = Knobs().as_dict()
@@ -99,27 +98,3 @@ def test_a_stack_begins_with_copies():
     assert stack.push(two).tolist() == [2, 2, 2]
     with pytest.raises(ConfigError, match="stack=0"):
         Stack(0)
-
-
-def test_the_normalizer_is_mean_and_variance():
-    values = np.random.default_rng(1).normal([3, -2], [0.5, 10], (500, 2))
-    normalizer = Normalizer(2)
-    for value in values:
-        normalizer.update(value)
-    assert normalizer.mean == pytest.approx(values.mean(0))
-    assert normalizer.variance == pytest.approx(values.var(0))
-    scaled = np.array([normalizer(value) for value in values])
-    assert scaled.mean(0) == pytest.approx([0, 0], abs=1e-5)
-    assert scaled.std(0) == pytest.approx([1, 1], abs=0.01)
-    assert normalizer(np.array([1e9, -1e9])).tolist() == [5, -5]
-
-
-def test_statistics_travel_as_arrays():
-    normalizer = Normalizer(2)
-    for value in ([1.0, 2.0], [3.0, 5.0]):
-        normalizer.update(np.array(value))
-    again = Normalizer.from_arrays(normalizer.arrays())
-    assert (again(np.array([2.0, 9.0])) == normalizer(np.array([2.0, 9.0]))).all()
-    for wrong in ({"mean": [1.0], "variance": [1.0, 2.0]}, {"mean": [math.nan], "variance": [1.0]}):
-        with pytest.raises(ConfigError, match="normalisation is invalid"):
-            Normalizer.from_arrays({name: np.array(values) for name, values in wrong.items()})
