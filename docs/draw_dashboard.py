@@ -21,12 +21,12 @@ MAX_NAMES = 5  # in a panel; a series that is 0 throughout is drawn, not named
 UNITS = {"s": "seconds", "reqps": "per second", "ops": "per second", "percentunit": "share", "short": ""}
 
 
-def series(prometheus: str, expression: str, window: str, minutes: float) -> list[dict[str, Any]]:
-    """What Prometheus answers over the last `minutes`; every template variable stands for all."""
-    asked = re.sub(r"\$\w+", ".*", expression.replace("$__rate_interval", window))
-    end = time.time()
-    parameters = {"query": asked, "start": end - 60 * minutes, "end": end, "step": STEP_SECONDS}
-    answer = httpx.get(f"{prometheus}/api/v1/query_range", params=parameters, trust_env=False)
+def series(arguments: argparse.Namespace, expression: str) -> list[dict[str, Any]]:
+    """What Prometheus answers over the minutes shown; every template variable stands for all."""
+    asked = re.sub(r"\$\w+", ".*", expression.replace("$__rate_interval", arguments.window))
+    end, start = arguments.until, arguments.until - 60 * arguments.minutes
+    parameters = {"query": asked, "start": start, "end": end, "step": STEP_SECONDS}
+    answer = httpx.get(f"{arguments.prometheus}/api/v1/query_range", params=parameters, trust_env=False)
     return answer.raise_for_status().json()["data"]["result"]
 
 
@@ -47,7 +47,7 @@ def draw(board: dict[str, Any], arguments: argparse.Namespace) -> str:
         found = [
             (legend(target.get("legendFormat", ""), one["metric"]), one["values"])
             for target in panel["targets"]
-            for one in series(arguments.prometheus, target["expr"], arguments.window, arguments.minutes)
+            for one in series(arguments, target["expr"])
         ]
         names = 0
         for number, (name, values) in enumerate(found):
@@ -63,8 +63,7 @@ def draw(board: dict[str, Any], arguments: argparse.Namespace) -> str:
                     text=name, showarrow=False, font=font, bgcolor="rgba(255,255,255,0.6)", **where, **domains
                 )
                 names += 1
-    now = 1000 * time.time()
-    shown = [now - 60_000 * arguments.minutes, now]
+    shown = [1000 * (arguments.until - 60 * arguments.minutes), 1000 * arguments.until]
     figure.update_xaxes(type="date", range=shown, nticks=4, tickformat="%H:%M")
     title = f"{board['title']}: its queries, answered by Prometheus (drawn by plotly, not Grafana)"
     figure.update_layout(
@@ -82,6 +81,7 @@ def main() -> None:
     parser.add_argument("board", type=Path)
     parser.add_argument("--prometheus", required=True, help="URL")
     parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--until", type=float, default=time.time(), help="Unix seconds; default: now")
     parser.add_argument("--window", default="15s", help="in the place of $__rate_interval")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
