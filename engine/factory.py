@@ -69,7 +69,7 @@ def _on_gpu(
         from kvpilot.engine.runners.cuda_runner import CudaRunner
     except ImportError as error:
         raise ConfigError(
-            f"device={model.device} needs triton, which cannot be imported ({error}): pip install triton"
+            f"device={model.device} needs triton, which cannot be imported ({error}): pip install 'kvpilot[cuda]'"
         ) from error
     if model.dtype != torch.bfloat16:
         raise ConfigError(f"dtype={model.dtype} is invalid: on a GPU the model computes in torch.bfloat16")

@@ -37,6 +37,6 @@ def usable_device(device: str) -> torch.device:
             import triton  # noqa: F401  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ConfigError(
-                "device='cuda' needs triton, which is not installed: pip install triton"
+                "device='cuda' needs triton, which is not installed: pip install 'kvpilot[cuda]'"
             ) from error
     return torch.device(device)
