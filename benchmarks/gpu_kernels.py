@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,7 @@ from kvpilot.engine.kv.formats import PageShape, payload_bytes, scale_bytes
 DEVICE = torch.device("cuda")
 LAYER = 5  # of the pages' 32, so that blocks lie as far apart as in a model
 CODECS = ("bf16", "int8", "fp8", "int4")
+WARM_UP_SECONDS = 0.1  # replays after a pause run up to 15 % slower at first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +85,10 @@ def graph_milliseconds(calls: Sequence[Callable[[], object]], repeats: int = 30)
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    for _ in range(20):  # the first replays of a process may run at lower clocks
+    end = time.perf_counter() + WARM_UP_SECONDS
+    while time.perf_counter() < end:
         graph.replay()
+        torch.cuda.synchronize()
     events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(repeats)]
     for begin, end in events:
         begin.record()

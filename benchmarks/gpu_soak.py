@@ -4,7 +4,7 @@
 
 First 64 sequences decode in a pool that is full of idle pages, `kv_level` goes from 0 to 2, and the longest step
 after it is set against the median before. Then requests with shared prefixes arrive without end while all four
-knobs are drawn anew every twenty steps. Llama-3.1-8B shapes with random weights.
+knobs are drawn anew every twenty steps; half of them are greedy. Llama-3.1-8B shapes with random weights.
 """
 
 import argparse
@@ -99,7 +99,11 @@ def soak(engine: Engine, seconds: float) -> dict:
             own = [rng.randrange(1, 100_000) for _ in range(rng.randrange(1, 400))]
             wanted[name] = rng.randrange(1, 200)
             prompt = rng.choice(prefixes)[: 32 * rng.randrange(33)] + own
-            engine.add_request(name, prompt, SamplingParams(max_tokens=wanted[name], ignore_eos=True))
+            temperature = rng.choice([0.0, 0.8])
+            sampling = SamplingParams(
+                max_tokens=wanted[name], ignore_eos=True, temperature=temperature, top_p=0.95
+            )
+            engine.add_request(name, prompt, sampling)
         if num_steps % 20 == 0:
             num_changes += 1
             engine.patch_knobs(

@@ -148,6 +148,17 @@ def test_spans_share_the_work_and_never_exceed_the_room():
     assert spans[0, 6] > 100 * spans[1, 6]
 
 
+def test_of_more_sequences_than_run_at_once_long_ones_are_shared_out_and_short_ones_are_not():
+    from kvpilot.engine.kernels.gpu.decode import max_items, plan_spans
+
+    shape, kinds = PageShape(num_layers=1, num_kv_heads=8, head_dim=128), frozenset({0, 1, 3})
+    for pages, parts in (((2, 2, 4), 1), ((8, 8, 16), 2), ((64, 64, 128), 3)):
+        counts = np.tile(np.array(pages), (256, 1))
+        spans, items = plan_spans(counts, counts.sum(1) * 32, shape, kinds)
+        assert (spans[:, 6] == parts).all()
+        assert len(items) <= max_items(256, shape, kinds)
+
+
 def test_upload_is_a_copy(device):
     from kvpilot.engine.kernels.gpu.upload import upload
 

@@ -21,9 +21,12 @@ from kvpilot.engine.kv.formats import PageShape
 ASM = os.environ.get("TRITON_INTERPRET") != "1"  # the interpreter runs no inline assembly
 # One-warp programs that an H200 runs at once or nearly so, some by page size: exact pages take more memory; the int4
 # loop is bound by what a warp can do
-EXACT_PROGRAMS, BYTE_PROGRAMS, INT4_PROGRAMS = 512, 1280, {32: 1536, 64: 1024}
+EXACT_PROGRAMS, BYTE_PROGRAMS, INT4_PROGRAMS = 512, {32: 1584, 64: 1024}, {32: 1536, 64: 1024}
 INT4_REGISTERS = {32: 168, 64: None}  # at most, so that as many fit
 MIN_PAGES_PER_ITEM = 2
+# Where there are more sequences than run at once, those of the second round end alone. With int4 pages, whose programs
+# read slowest, shorter items make up for that, unless they cost less than this
+ITEMS_PER_SEQUENCE, LEAST_SHARE = 3, 72
 # Of the software pipeline; the page table's load takes some
 EXACT_STAGES, BYTE_STAGES, INT4_STAGES = 5, 3, 5
 EXACT_STEP = 32  # tokens of exact pages that are read at a time
@@ -34,7 +37,11 @@ FEW_SEQUENCES = 8
 MERGE_FEW, MERGE_MANY = (256, 16, 4), (8, 128, 1)
 LOG2_E = 1.4426950408889634
 SPAN_COLUMNS = 8
-PAGE_COST = (6, 3, 2)  # of an exact, an 8-bit and an int4 page, by the time that they take; see `_pages_before`
+PAGE_COST = (
+    6,
+    3,
+    2,
+)  # of an exact, an 8-bit and an int4 page, by the time that they take; see `_pages_before`
 
 
 class Scratch(NamedTuple):
@@ -68,13 +75,19 @@ def max_items(num_sequences: int, shape: PageShape, kinds: frozenset[int]) -> in
     """`plan_spans` makes no more than this: about as many as run at once, but some to share out the longest of many
     sequences."""
     target = target_items(shape, kinds)
+    if _has_rounds(num_sequences, shape, kinds):
+        return ITEMS_PER_SEQUENCE * num_sequences
     return max(target, num_sequences + target // 2)
 
 
 def target_items(shape: PageShape, kinds: frozenset[int]) -> int:
     """That keep the GPU busy."""
-    programs = INT4_PROGRAMS[shape.page_size] if INT4 in kinds else BYTE_PROGRAMS
+    programs = (INT4_PROGRAMS if INT4 in kinds else BYTE_PROGRAMS)[shape.page_size]
     return -(-(EXACT_PROGRAMS if kinds == {EXACT} else programs) // shape.num_kv_heads)
+
+
+def _has_rounds(num_sequences: int, shape: PageShape, kinds: frozenset[int]) -> bool:
+    return INT4 in kinds and num_sequences > target_items(shape, kinds)
 
 
 def plan_spans(
@@ -90,6 +103,8 @@ def plan_spans(
     limit = max_items(len(pages_B), shape, kinds)
     most_B = np.maximum(pages_B // MIN_PAGES_PER_ITEM, 1)
     share = -(-int(cost_B.sum()) // limit)
+    if _has_rounds(len(pages_B), shape, kinds):
+        share = max(share, LEAST_SHARE)
     while (num_items_B := np.minimum(-(-cost_B // share), most_B)).sum() > limit:
         share += share // 16 + 1
     spans_B8 = np.zeros((len(pages_B), SPAN_COLUMNS), dtype=np.int32)
