@@ -79,7 +79,9 @@ def run(
     for i, length in enumerate(lengths):
         prompt = torch.randint(CONFIG.vocab_size, (length,), generator=generator).tolist()
         if only in (None, i):
-            sampling = SamplingParams(max_tokens=max_tokens + i, ignore_eos=True)
+            sampling = SamplingParams(
+                max_tokens=max_tokens + i, ignore_eos=True, temperature=i % 2, top_k=20, seed=i
+            )
             engine.add_request(str(i), prompt, sampling)
     while engine.has_work():
         for output in engine.step():
@@ -113,7 +115,8 @@ def test_logprobs_match_those_of_the_cpu(gpu_engine):
 
 @pytest.mark.usefixtures("loops")
 def test_looking_ahead_and_neighbours_change_no_token(gpu_engine, device):
-    """Sequences that begin pages, end and join at different times, in buckets larger than they are."""
+    """Sequences that begin pages, end and join at different times, one of them sampled, in buckets larger than they
+    are."""
     if device.type == "cuda":
         pytest.skip("matrix products of a GPU round by the number of rows, and other steps have other rows")
     lengths = [30, 3, 64]
