@@ -19,7 +19,7 @@ from kvpilot.env.tuning.rollout import EpisodeResult, run_episode
 from kvpilot.env.tuning.standard import NAMED, RANDOM_COMPOSITION, standard_workloads
 from kvpilot.env.tuning.workload import Workload
 
-SETTINGS = {
+SETTINGS: dict[str, dict[str, float]] = {
     name: dict(zip(("ttl_seconds", "size_factor", "max_batch", "kv_level"), values, strict=True))
     for name, values in {
         "default": (0.0, 0.0, 64, 0),

@@ -40,7 +40,7 @@ def train(
         Path | None, Option(help="TOML with any of the settings that a training saves as config.toml.")
     ] = None,
     seeds: Annotated[
-        int | None, Option(min=1, help="Networks trained; the best on validation is kept. [default: 5]")
+        int | None, Option(min=1, help="Networks trained, then joined to one. [default: 5]")
     ] = None,
     workers: Annotated[int | None, Option(min=1, help="Processes that simulate. [default: 2]")] = None,
     quick: Annotated[
@@ -56,7 +56,7 @@ def train(
         ),
     ] = None,
 ) -> None:
-    """Train a policy: clone what pays in the simulator, then PPO in small steps, then keep what validates best.
+    """Train a policy: clone what pays in the simulator, then PPO in small steps, then join the seeds to one.
 
     Starts from the portfolio and the rule that `autotune tune` found. About an hour on two cores; Ctrl-C keeps the
     best so far, and --resume goes on. Curves: `tensorboard --logdir trained/tensorboard`.

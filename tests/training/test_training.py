@@ -14,7 +14,9 @@ from kvpilot.agent.training.config import read_config
 from kvpilot.agent.training.demonstrations import Demonstrations
 from kvpilot.agent.training.errors import TrainingError
 from kvpilot.agent.training.rounds import demonstrate
-from kvpilot.agent.training.training import open_folder, train
+from kvpilot.agent.training.seeds import Point
+from kvpilot.agent.training.training import Trained, open_folder, train
+from kvpilot.agent.training.validation import Score
 from kvpilot.agent.tune.result import TunedFormError
 from kvpilot.env.tuning.rollout import run_episode
 
@@ -134,8 +136,20 @@ def test_several_seeds_are_joined_to_a_network_that_averages_them(make_request, 
     assert not np.allclose(one, other, atol=1e-3)
     exported = load_exported(done.policy)
     assert exported.description.evaluation["reward"] == done.score.reward
-    seeds = [point.reward for point in done.best.values()]
-    assert (done.exported is None) == (done.joined.reward >= sum(seeds) / 2)
+
+
+def test_the_joined_network_is_kept_where_it_beats_what_needs_no_training(tmp_path):
+    def trained(joined):
+        baselines = {"static-best": Score(0.37, {}, 0.0), "hysteresis": Score(0.38, {}, 0.0)}
+        point = Point(steps=0, reward=0.41, by_workload={}, changes_per_hour=0.0)
+        seeds = {3: [point], 4: [replace(point, reward=0.40), replace(point, reward=0.42)]}
+        kept = None if joined is None else Score(joined, {}, 0.0)
+        return Trained(baselines=baselines, seeds=seeds, joined=kept, is_complete=True, policy=tmp_path)
+
+    assert trained(0.39).exported is None
+    assert trained(0.39).score.reward == 0.39
+    assert trained(0.375).exported == 4
+    assert trained(None).score.reward == 0.42
 
 
 def test_a_folder_that_cannot_be_written_is_named(make_request, tmp_path):
