@@ -76,6 +76,10 @@ def test_a_large_change_is_shrunk_to_one_step():
     verdict = allowed({"kv_level": 2, "max_batch": 64, "size_factor": 0.8, "ttl_seconds": 600.0})
     assert verdict.changes == {"kv_level": 1, "max_batch": 32, "size_factor": 0.4, "ttl_seconds": 60.0}
     assert [refusal.reason for refusal in verdict.refusals] == [Reason.STEP] * 4
+    for wanted, reached in ((86_400.0, 480.0), (0.0, 30.0)):
+        verdict = allowed({"ttl_seconds": wanted}, knobs={**KNOBS, "ttl_seconds": 120.0})
+        assert verdict.changes == {"ttl_seconds": reached}
+        assert reasons(verdict.refusals) == {Reason.STEP}
 
 
 def test_a_change_below_one_step_passes_untouched():

@@ -5,6 +5,7 @@ import pytest
 from kvpilot.engine.config import Knobs
 from kvpilot.engine.engine import Engine
 from kvpilot.engine.kv.cache import Take
+from kvpilot.engine.kv.idle import IDLE_STATES
 from kvpilot.engine.kv.page import PageState
 from kvpilot.engine.request import FinishReason, SamplingParams
 
@@ -165,6 +166,34 @@ def test_memory_is_taken_by_stepping_down_before_releasing(make_engine, clock):
         assert (snapshot.value("pages_stepped_down", "int8") > 0) is (kv_level >= 1)
         assert (snapshot.value("pages_stepped_down", "int4") > 0) is (kv_level >= 2)
     assert lost[0] > lost[1] > lost[2] == 0
+
+
+def test_unprotected_pages_are_stepped_down_before_retained_ones(make_engine, clock):
+    engine = make_engine(num_slots=32)
+    engine.patch_knobs({"kv_level": 1, "ttl_seconds": 1000.0, "size_factor": 4.5 / 32})
+    run(engine, clock, "old", list(range(100, 100 + 5 * PAGE)))
+    run(engine, clock, "new", list(range(3 * PAGE)))
+    assert idle(engine) == (4, 4)
+    assert engine.cache.reclaim(engine.pool.available_slots + 1, clock.now)
+    int8 = {state: sum(engine.pool.counts[state][1]) for state in IDLE_STATES}
+    assert int8 == {PageState.UNPROTECTED: 3, PageState.RETAINED: 0}, "three pages of int8 take two slots"
+    assert idle(engine) == (4, 4), "nothing was released"
+
+
+def test_for_growth_retained_pages_are_released_before_live_ones_are_stepped_down(make_engine, clock):
+    engine = make_engine(num_slots=24)
+    engine.patch_knobs({"kv_level": 1, "ttl_seconds": 1e4, "size_factor": 1.0})
+    run(engine, clock, "cache", list(range(8 * PAGE)))
+    running = engine.add_request("running", list(range(500, 500 + 8 * PAGE)), SamplingParams(max_tokens=64))
+    while running.num_sealed < 8:
+        engine.step()
+    while idle(engine)[0]:
+        assert all(page.level == 0 for page in running.pages)
+        assert engine.cache.reclaim(engine.pool.available_slots + 1, clock.now, Take.GROWTH)
+        engine.check_integrity()
+    assert engine.snapshot().value("retained_taken", Take.GROWTH) == 8
+    assert engine.cache.reclaim(engine.pool.available_slots + 1, clock.now, Take.GROWTH)
+    assert any(page.level == 1 for page in running.pages), "the last resort"
 
 
 def test_sinks_and_the_last_tokens_of_running_sequences_keep_eight_bits(make_engine, clock):
