@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvpilot.engine.kv.eviction import POLICIES, HazardPolicy, LruPolicy
+from kvpilot.engine.kv.eviction import POLICIES, EvictionPolicy, HazardPolicy, LruPolicy
 from kvpilot.engine.kv.idle_queue import IdleQueue
 from kvpilot.engine.kv.page import Page
 
@@ -22,8 +22,12 @@ class EvictionConformance:
     policy_name: str
 
     @pytest.fixture
-    def queue(self) -> IdleQueue:
-        return IdleQueue(POLICIES[self.policy_name]())
+    def policy(self) -> EvictionPolicy:
+        return POLICIES[self.policy_name]()
+
+    @pytest.fixture
+    def queue(self, policy) -> IdleQueue:
+        return IdleQueue(policy)
 
     def test_every_page_added_comes_out_once(self, queue):
         pages = [
@@ -46,15 +50,33 @@ class EvictionConformance:
         queue.add(page)
         assert queue.first(1.0) is queue.last(1.0) is page
 
-    def test_a_page_that_comes_back_has_its_new_place(self, queue):
-        old, young = make_page(1), make_page(2)
-        queue.add(old)
-        queue.add(young)
-        queue.remove(old)
-        old.idle_rank, old.last_use = 3, 5.0
-        queue.add(old)
-        assert queue.first(6.0) is young
-        assert queue.last(6.0) is old
+    def test_first_and_last_are_those_that_a_look_at_every_page_finds(self, policy, queue):
+        """By value, of equal ones by rank; of a policy that has learned nothing yet. Pages come back, too."""
+        rng, now, pages, gone = random.Random(2), 0.0, [], []
+
+        def key(page: Page) -> tuple[float, int]:
+            return policy.value(page, now), page.idle_rank
+
+        for rank in range(300):
+            now += rng.random()
+            page = gone.pop() if len(gone) > 20 else Page(rank, rank)
+            page.idle_rank, page.last_use, page.hash = rank, now, rank
+            page.turn, page.num_prompt_tokens = rng.randint(1, 9), rng.choice((30, 900, 5000, 50_000))
+            queue.add(page)
+            pages.append(page)
+            if rank % 3 == 0:
+                gone.append(pages.pop(rng.randrange(len(pages))))
+                queue.remove(gone[-1])
+            if pages:
+                assert queue.first(now) is min(pages, key=key)
+                assert queue.last(now) is max(pages, key=key)
+
+    def test_a_leaf_goes_before_its_parent(self, queue):
+        leaf, parent = make_page(1, 5.0), make_page(2, 5.0)
+        for page in (parent, leaf):
+            queue.add(page)
+        assert queue.first(6.0) is leaf
+        assert queue.last(6.0) is parent
 
 
 class TestLru(EvictionConformance):
@@ -71,6 +93,16 @@ class TestLru(EvictionConformance):
             order.append(page.idle_rank)
             queue.remove(page)
         assert order == list(range(100))
+
+    def test_a_page_that_comes_back_has_its_new_place(self, queue):
+        old, young = make_page(1), make_page(2)
+        queue.add(old)
+        queue.add(young)
+        queue.remove(old)
+        old.idle_rank, old.last_use = 3, 5.0
+        queue.add(old)
+        assert queue.first(6.0) is young
+        assert queue.last(6.0) is old
 
 
 class TestHazard(EvictionConformance):

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from kvpilot.engine.config import Knobs
 from kvpilot.engine.engine import Engine
+from kvpilot.engine.kv.eviction import POLICIES
 from kvpilot.engine.request import FinishReason, SamplingParams
 from kvpilot.engine.scheduler import FORCED_EVERY
 
@@ -37,7 +38,7 @@ schedules = st.lists(st.tuples(st.integers(0, 60), knob_changes), max_size=6)
     arrivals=st.lists(arrivals, min_size=1, max_size=25),
     schedule=schedules,
     num_slots=st.sampled_from([26, 40, 80]),
-    eviction=st.sampled_from(["lru", "hazard"]),
+    eviction=st.sampled_from(sorted(POLICIES)),
     starvation=st.sampled_from([0.0, 5.0, 300.0]),
 )
 def test_every_request_ends(make_engine, clock, arrivals, schedule, num_slots, eviction, starvation):

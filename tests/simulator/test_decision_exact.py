@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvpilot.engine.config import EngineConfig, Knobs
 from kvpilot.engine.engine import Engine
+from kvpilot.engine.kv.eviction import POLICIES
 from kvpilot.engine.kv.formats import PageShape
 from kvpilot.engine.kv.storage import CountingStorage, NoStorage
 from kvpilot.engine.request import Request
@@ -134,7 +135,7 @@ def build(simulated: bool, **config: Any) -> Engine:
     arrivals=st.lists(arrivals, min_size=1, max_size=20),
     changes=st.lists(knob_changes, max_size=6),
     num_slots=st.sampled_from([20, 32, 64]),
-    eviction=st.sampled_from(["lru", "hazard"]),
+    eviction=st.sampled_from(sorted(POLICIES)),
     starvation=st.sampled_from([0.0, 1.0, 300.0]),
     reserve=st.sampled_from([0.0, 0.1]),
 )
