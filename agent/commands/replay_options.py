@@ -4,6 +4,8 @@ from typing import Annotated
 
 from typer import Option
 
+from kvpilot.engine.kv.eviction import ORACLE, POLICIES
+
 MODELLING, TRAFFIC = "Simulated engine", "Traffic"
 DEFAULT_PROFILE = "h200-llama3-8b"
 
@@ -36,7 +38,9 @@ PageSize = Annotated[
     int | None,
     Option(min=2, help="Tokens per page. [default: the trace's blocks]", rich_help_panel=MODELLING),
 ]
-Eviction = Annotated[str, Option(help="lru, hazard, or belady, the oracle.", rich_help_panel=MODELLING)]
+Eviction = Annotated[
+    str, Option(help=f"{', '.join(POLICIES)}, or {ORACLE}, the oracle.", rich_help_panel=MODELLING)
+]
 Starvation = Annotated[
     float, Option(help="A request that waits longer goes first.", rich_help_panel=MODELLING)
 ]

@@ -7,6 +7,7 @@ import typer
 from typer import Option
 
 from kvpilot.engine.config import EngineConfig, Knobs
+from kvpilot.engine.kv.eviction import POLICIES
 from kvpilot.engine.server.token import DEFAULT_TOKEN_FILE
 
 ENGINE = EngineConfig()  # defaults are shown from here: they live in one place
@@ -65,7 +66,9 @@ def serve(
     prefill_chunk: Annotated[
         int, Option(help="Prompt tokens per step, over all requests.", rich_help_panel="Envelope")
     ] = ENGINE.prefill_chunk,
-    eviction: Annotated[str, Option(help="lru or hazard.", rich_help_panel="Envelope")] = ENGINE.eviction,
+    eviction: Annotated[
+        str, Option(help=f"{' or '.join(POLICIES)}.", rich_help_panel="Envelope")
+    ] = ENGINE.eviction,
     starvation_seconds: Annotated[
         float, Option(help="A request that waits longer goes first.", rich_help_panel="Envelope")
     ] = ENGINE.starvation_seconds,
