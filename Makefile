@@ -53,11 +53,11 @@ clean:
 
 # A half-made .venv has no stamp, so that the next call goes on where this one stopped.
 $(STAMP): pyproject.toml setup.py $(wildcard engine/kernels/*.cpp engine/kernels/*.h)
-	@echo 'Setting up $(VENV), once: three to ten minutes, half of it downloads (2 GB on disk).'
+	@echo 'Setting up $(VENV), once: three to ten minutes, more on a busy machine, half of it downloads (2 GB on disk).'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo '1/2 $(TORCH)'
 	@$(BIN)/python -m pip install --disable-pip-version-check '$(TORCH)'
-	@echo '2/2 everything else, and the C++ kernels and the bookkeeping compiled: a few minutes without a word'
+	@echo '2/2 everything else, and the C++ kernels and the bookkeeping compiled, without a word: a few minutes, up to ten on a busy machine'
 	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[serve,control,env,train,k8s,otel,dashboards,dev]'
 	@touch $@
 	@echo 'Set up.'
