@@ -147,7 +147,9 @@ def test_conversions_write_what_the_cpu_codecs_write(
             assert error(a, exact) < 1.001 * error(b, exact)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value", "ignore:All-NaN slice")  # of the interpreter
+@pytest.mark.filterwarnings(  # of the interpreter
+    "ignore:invalid value", "ignore:All-NaN slice", "ignore:overflow encountered"
+)
 @pytest.mark.parametrize("target", ["int8", "int4"])
 def test_a_converted_page_keeps_its_nan(make_pool, read_cell, device, target):
     from kvpilot.engine.kernels.gpu.convert import convert_pages
