@@ -23,3 +23,13 @@ def interruptible() -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Ctrl-C waits until the end of it. Processes that are started meanwhile never see it: it is for the parent."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -9,7 +9,7 @@ from rich.console import Console
 from kvpilot.agent.evaluation.config import EvaluateConfig
 from kvpilot.agent.evaluation.outcome import Outcomes, collect
 from kvpilot.agent.evaluation.report import write_report
-from kvpilot.agent.evaluation.runs import KeepingJob, Outcome, Run, run_all
+from kvpilot.agent.evaluation.runs import KeepingJob, Outcome, Run, check_sessions, run_all
 from kvpilot.agent.evaluation.sheets import (
     differences_sheet,
     learned_labels,
@@ -30,12 +30,17 @@ def run_evaluate(config: EvaluateConfig) -> int:
     """Returns the exit code: 130 if it was interrupted (what was run is kept), 1 if a policy could not be run."""
     console, began = make_console(), monotonic()
     episodes = config.draw()
+    check_sessions(episodes)
     try:
         results = _run(config, config.runs(episodes), console)
     except StoppedError as error:
         kept = f"the same command goes on, what was run is kept in {config.cache}"
         console.print(f"[yellow]{error}; {kept}[/]")
         return 130
+    except OSError as error:
+        raise KVPilotError(
+            f"{config.cache} cannot be written: {error.strerror}; what was run is kept, the same command goes on"
+        ) from error
     outcomes = collect(
         [episode.family for episode in episodes],
         [policy.label for policy in config.policies],

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvpilot.agent.jobs.workers import Workers
 from kvpilot.agent.policies.spec import PolicySpec
 from kvpilot.engine.errors import KVPilotError
-from kvpilot.engine.files import save
+from kvpilot.engine.files import write_whole
 from kvpilot.env.code_digest import code_digest
 from kvpilot.env.tuning.episode import Episode
 from kvpilot.env.tuning.reward import ObjectiveReward, RewardWeights
@@ -111,6 +111,13 @@ def workload_hash(workload: Workload) -> str:
     return episode_hash(workload.with_(split="train").draw(0))
 
 
+def check_sessions(episodes: Sequence[Episode]) -> None:
+    """Before long work. Raises TraceError for a trace that is too short for the split that is drawn from."""
+    for episode in episodes:
+        for table in episode.tables():
+            table.sessions(episode.split)
+
+
 def _read(path: Path) -> EpisodeResult | None:
     """None if it is not there, or was cut off by a full disk."""
     try:
@@ -120,5 +127,6 @@ def _read(path: Path) -> EpisodeResult | None:
 
 
 def _keep(result: EpisodeResult, path: Path) -> None:
-    """Whole or not at all. Raises KVPilotError: a run that cannot be resumed should not be begun."""
-    save(path, json.dumps(result.to_json()))
+    """Whole or not at all. Raises OSError, which ends all of the work: the policy that was run is not at fault."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(result.to_json()))

@@ -8,6 +8,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, Generic, TypeVar
 
+from kvpilot.agent.interrupt import without_interrupts
 from kvpilot.engine.errors import KVPilotError
 
 Item = TypeVar("Item")
@@ -79,7 +80,8 @@ class Workers(Generic[Item, Result]):
             self._processes, multiprocessing.get_context("spawn"), _prepare_worker, (self._job,)
         )
         try:
-            pending: dict[Future[Result], int] = {self._pool.submit(_attempt, items[k]): k for k in todo}
+            with without_interrupts():  # submitting is what starts processes
+                pending: dict[Future[Result], int] = {self._pool.submit(_attempt, items[k]): k for k in todo}
             while pending:
                 if is_stopped():
                     self._end()

@@ -1,12 +1,11 @@
 """Which traffic a command is about: the standard workloads, files, or one trace."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 
 from kvpilot.engine.errors import ConfigError
-from kvpilot.env.slo import Slo
 from kvpilot.env.traces.readers import read_trace
 from kvpilot.env.tuning.standard import standard_workloads
 from kvpilot.env.tuning.workload import Regime, StreamSpec, Workload, load_workload
@@ -61,9 +60,9 @@ class Traffic:
         return standard_workloads(self.traces)
 
     def _with_slo(self, workload: Workload) -> Workload:
-        ttft = self.slo_ttft_seconds or workload.slo.ttft_seconds
-        gap = self.slo_inter_token_seconds or workload.slo.inter_token_seconds
-        return workload.with_(slo=Slo(ttft_seconds=ttft, inter_token_seconds=gap))
+        asked = {"ttft_seconds": self.slo_ttft_seconds, "inter_token_seconds": self.slo_inter_token_seconds}
+        given = {name: value for name, value in asked.items() if value is not None}
+        return workload.with_(slo=replace(workload.slo, **given))
 
 
 def workload_of_trace(path: Path, users: int | None = None) -> Workload:

@@ -1,5 +1,6 @@
 """Where fine-tuning stood: weights and optimiser, read back without pickle."""
 
+import io
 import pickle
 from pathlib import Path
 
@@ -7,19 +8,25 @@ import torch
 
 from kvpilot.agent.training.errors import TrainingError
 from kvpilot.agent.training.networks import Model
-from kvpilot.engine.files import whole_file
+from kvpilot.engine.files import write_whole
 
 
 def save_checkpoint(model: Model, path: Path) -> None:
-    """Whole or not at all."""
+    """Whole or not at all. Raises TrainingError."""
     stored = {
         "parameters": model.get_parameters(),
         "num_timesteps": model.num_timesteps,
         "num_updates": model._n_updates,
         "random_state": torch.get_rng_state(),
     }
-    with whole_file(path) as temporary:
-        torch.save(stored, temporary)
+    content = io.BytesIO()
+    torch.save(stored, content)  # not to the file: torch does not say why that could not be written
+    try:
+        write_whole(path, content.getvalue())
+    except OSError as error:
+        raise TrainingError(
+            f"{path} cannot be written: {error.strerror}; then go on with --resume"
+        ) from error
 
 
 def load_checkpoint(model: Model, path: Path) -> None:

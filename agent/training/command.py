@@ -2,17 +2,20 @@
 
 import os
 import warnings
+from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from kvpilot.agent.evaluation.runs import check_sessions
 from kvpilot.agent.interrupt import interruptible
+from kvpilot.agent.jobs.sheet import make_console
 from kvpilot.agent.jobs.workers import StoppedError
-from kvpilot.agent.training.errors import TrainingError
+from kvpilot.agent.training.errors import FolderError, TrainingError
 from kvpilot.agent.training.request import TrainRequest
 from kvpilot.agent.training.screen import Screen
 from kvpilot.agent.training.training import Trained, open_folder, train
+from kvpilot.agent.tune.storage import keeping
 
 
 def run_train(request: TrainRequest, *, resume: bool) -> int:
@@ -20,7 +23,9 @@ def run_train(request: TrainRequest, *, resume: bool) -> int:
     import torch
 
     torch.set_num_threads(1)  # networks this small are slower on several
-    console = Console()
+    console = make_console()
+    check_folder(request.out)
+    check_sessions(request.episodes_of_each())
     with interruptible() as is_stopped:
         try:
             open_folder(request, resume=resume)
@@ -51,11 +56,13 @@ def run_search(request: TrainRequest, trials: int) -> int:
     torch.set_num_threads(1)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
-    console = Console()
-    request.out.mkdir(parents=True, exist_ok=True)
+    console = make_console()
+    check_folder(request.out)
+    check_sessions(request.episodes_of_each())
     with interruptible() as is_stopped:
         try:
-            path, reward = search(request, trials, Screen(console), is_stopped)
+            with keeping(str(request.out)):
+                path, reward = search(request, trials, Screen(console), is_stopped)
         except StoppedError as error:
             console.print(f"{error}; the same command goes on")
             return 130
@@ -63,6 +70,16 @@ def run_search(request: TrainRequest, trials: int) -> int:
             raise TrainingError(f"{error}; trials done so far are kept: the same command goes on") from error
     console.print(f"best validation reward {reward:.4f}: {path}; train with --config {path}", highlight=False)
     return 130 if is_stopped() else os.EX_OK
+
+
+def check_folder(out: Path) -> None:
+    """Makes it if there is none. Raises FolderError where nothing can be written."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FolderError(f"{out} cannot be written: {error.strerror}; name another --out") from error
+    if not os.access(out, os.W_OK):
+        raise FolderError(f"{out} cannot be written: no permission; name another --out")
 
 
 def _table(done: Trained) -> Table:

@@ -72,7 +72,7 @@ def fine_tune(
             model.learn(wanted, callback=watch, reset_num_timesteps=False)
         except WORKER_LOST as error:
             save_checkpoint(model, checkpoint)
-            raise TrainingError(_lost(model.get_env(), checkpoint)) from error
+            raise TrainingError(lost(model.get_env(), checkpoint)) from error
         except TrainingError as error:
             save_checkpoint(model, checkpoint)
             raise TrainingError(f"{error}; {_resume(checkpoint)}") from error
@@ -82,7 +82,8 @@ def fine_tune(
     return model.num_timesteps >= steps
 
 
-def _lost(env: VecEnv | None, checkpoint: Path) -> str:
+def lost(env: VecEnv | None, checkpoint: Path) -> str:
+    """What to say where processes of `env` (None: while they were started) are gone."""
     processes = env.processes if isinstance(env, SubprocVecEnv) else []
     for process in processes:
         process.join(timeout=5)

@@ -73,6 +73,10 @@ class TrainRequest:
         """All that are labelled; PPO draws from the same, whose references are known then."""
         return self.config.demonstrations.episodes * self.config.demonstrations.rounds
 
+    def episodes_of_each(self) -> list[Episode]:
+        """One of each workload for training, and all for validation."""
+        return [self.training_episode(k) for k in range(len(self.workloads))] + self.validation_episodes()
+
     def validation_episodes(self) -> list[Episode]:
         held_out = [workload.with_(split="validation") for workload in self.workloads.values()]
         num = self.config.selection.episodes

@@ -52,7 +52,7 @@ def search(
             screen.say(f"trial {trial.number}: {reward:.4f}, best {study.best_value:.4f}")
         except optuna.TrialPruned:
             study.tell(trial, state=optuna.trial.TrialState.PRUNED)
-        except (StoppedError, TrainingError, KeyboardInterrupt):
+        except (StoppedError, TrainingError, OSError, KeyboardInterrupt):
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
             study.enqueue_trial(trial.params)  # its folder is begun anew
             if not is_stopped():

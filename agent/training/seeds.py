@@ -9,13 +9,14 @@ from typing import Any
 
 from stable_baselines3.common.logger import configure
 
+from kvpilot.agent.interrupt import without_interrupts
 from kvpilot.agent.training.checkpoints import load_checkpoint, save_checkpoint
 from kvpilot.agent.training.clone import CloneReport
 from kvpilot.agent.training.demonstrations import Demonstrations
 from kvpilot.agent.training.environments import make_environments
 from kvpilot.agent.training.errors import TrainingError
 from kvpilot.agent.training.export import export
-from kvpilot.agent.training.fine_tuning import Progress, Watch, fine_tune
+from kvpilot.agent.training.fine_tuning import WORKER_LOST, Progress, Watch, fine_tune, lost
 from kvpilot.agent.training.networks import Model
 from kvpilot.agent.training.request import TrainRequest
 from kvpilot.agent.training.rounds import cloned
@@ -83,15 +84,27 @@ class SeedRun:
         checkpoint = self.folder / CHECKPOINT
         if checkpoint.exists():
             load_checkpoint(model, checkpoint)
-        else:
+        if self._is_due(model):
             self._note(model, None)
         return model
+
+    def _is_due(self, model: Model) -> bool:
+        """Whether its state is to be validated: at the beginning, and where an earlier run was ended while it did."""
+        if not self.points:
+            return True
+        steps, selection = self.request.config.ppo.steps, self.request.config.selection
+        unseen = model.num_timesteps - self.points[-1].steps
+        return unseen >= selection.every_steps or (unseen > 0 and model.num_timesteps >= steps)
 
     def _fine_tune(self, model: Model) -> None:
         config = self.request.config
         episodes = [self.request.training_episode(k) for k in range(self.request.num_training_episodes)]
         seed = [PPO_SEED, self.seed, model.num_timesteps]
-        env = make_environments(config, self.request.actions, self.request.weights, episodes, seed)
+        try:
+            with without_interrupts():
+                env = make_environments(config, self.request.actions, self.request.weights, episodes, seed)
+        except WORKER_LOST as error:
+            raise TrainingError(lost(None, self.folder / CHECKPOINT)) from error
         try:
             model.set_env(env)
             model.set_logger(

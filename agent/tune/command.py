@@ -13,6 +13,7 @@ from kvpilot.agent.tune.charts import write_page
 from kvpilot.agent.tune.config import TuneConfig
 from kvpilot.agent.tune.known import Tuning
 from kvpilot.agent.tune.result import TunedResult
+from kvpilot.agent.tune.storage import keeping
 from kvpilot.agent.tune.tuning import Tuner, make_workers
 from kvpilot.env.replay.report import format_seconds
 
@@ -30,7 +31,7 @@ def run_tune(config: TuneConfig) -> int:
             done += 1
             advance(done)
 
-        with make_workers(config) as workers:
+        with keeping(config.storage, str(config.cache)), make_workers(config) as workers:
             try:
                 tuning = Tuner(config, workers, is_stopped=is_stopped, on_trial=on_trial).run()
             except StoppedError:

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import numpy as np
 
+from kvpilot.engine.errors import ConfigError
 from kvpilot.env.tuning.rollout import EpisodeResult
 
 
@@ -15,6 +17,13 @@ class Limits:
 
     max_quality_loss: float | None = None  # mean KL in nats per token
     min_goodput: float | None = None  # share of answers within the SLO
+
+    def __post_init__(self) -> None:
+        loss, share = self.max_quality_loss, self.min_goodput
+        if loss is not None and not 0 <= loss < inf:
+            raise ConfigError(f"max_quality_loss={loss!r} is invalid: expected a number >= 0")
+        if share is not None and not 0 <= share <= 1:
+            raise ConfigError(f"min_goodput={share!r} is invalid: expected a number in [0, 1]")
 
     def excess(self, figures: Mapping[str, float]) -> dict[str, float]:
         """By limit; above 0 is broken."""

@@ -72,8 +72,9 @@ class TunedResult:
         other = sorted(name for name, value in hashes.items() if self.hashes.get(name) != value)
         if other:
             raise TunedFormError(
-                f"{source} was tuned for other workloads: {', '.join(other)} differ or are missing in `hashes`; "
-                "run `autotune tune` on these ones, or name the workloads and traces that it was made from"
+                f"{source} was tuned for other workloads: {', '.join(other)} differ or are missing in `hashes` "
+                "(of trace, SLO and simulated engine, which another version may change); run `autotune tune` on these "
+                "ones, or name the workloads and traces that it was made from"
             )
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 OBJECTIVES = ("hit_rate", "latency_seconds", "quality_loss")  # of a study with several
 DIRECTIONS: tuple[Direction, ...] = ("maximize", "minimize", "minimize")
 KEPT_PERCENTILE, UNPRUNED_TRIALS = 50.0, 8
+FAILURE = "failure"  # user attribute: what the engine or its process died of
 
 
 @dataclass
@@ -64,11 +65,19 @@ class Search:
         while (left := total - self.num_done) > 0 and time.monotonic() < until:
             if self._is_stopped():
                 raise StoppedError("stopped between two batches")
-            self._run_batch(min(left, self._batch))
+            self._run_batch(min(left, self._batch - self.num_done % self._batch))
 
     @property
     def num_done(self) -> int:
         return num_done(self.study)
+
+    @property
+    def _num_asked(self) -> int:
+        """Without those that a stop gave back: they are asked anew."""
+        from optuna.trial import TrialState
+
+        trials = self.study.get_trials(deepcopy=False)
+        return sum(trial.state != TrialState.FAIL or FAILURE in trial.user_attrs for trial in trials)
 
     def best(self, number: int) -> list["optuna.trial.FrozenTrial"]:
         """Complete trials, those within the limits first, by reward."""
@@ -80,7 +89,7 @@ class Search:
         return [trial for _, trial in ranked[:number]]
 
     def _run_batch(self, number: int) -> None:
-        self.study.sampler = make_sampler(self._seed + len(self.study.get_trials(deepcopy=False)))
+        self.study.sampler = make_sampler(self._seed + self._num_asked)
         batch: list[_Open] = []
         try:
             for _ in range(number):
@@ -109,7 +118,7 @@ class Search:
         results = [outcome for outcome in outcomes if isinstance(outcome, EpisodeResult)]
         lost = [outcome for outcome in outcomes if isinstance(outcome, WorkerDiedError)]
         if lost:
-            one.trial.set_user_attr("failure", str(lost[0]))
+            one.trial.set_user_attr(FAILURE, str(lost[0]))
             self._tell(one, state=TrialState.FAIL)
             return
         failures = [
@@ -134,7 +143,7 @@ class Search:
         one.trial.set_user_attr("figures", figures)
         one.trial.set_user_attr("by_workload", family_means(one.results))
         if one.failures:
-            one.trial.set_user_attr("failure", one.failures[0][1])
+            one.trial.set_user_attr(FAILURE, one.failures[0][1])
         else:
             self._on_complete(one.policy, self._ladder.in_order(one.results))
         for name, excess in self._limits.excess(figures).items():

@@ -2,11 +2,12 @@
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvpilot.engine.errors import ConfigError, InputError
+from kvpilot.engine.errors import ConfigError, InputError, KVPilotError
 
 if TYPE_CHECKING:
     import optuna
@@ -43,6 +44,22 @@ def open_storage(spec: str) -> "optuna.storages.BaseStorage":
         if isinstance(error, ConfigError):
             raise
         raise StudyError(f"storage {spec!r} cannot be used: {error}") from error
+
+
+@contextmanager
+def keeping(*places: str) -> Iterator[None]:
+    """Long work on a study, kept in `places`: what cannot be written there any more, in words. Raises KVPilotError."""
+    from optuna.exceptions import StorageInternalError
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield
+    except (StorageInternalError, SQLAlchemyError, OSError) as error:
+        cause = error.__cause__ if isinstance(error, StorageInternalError) else error
+        why = getattr(cause, "orig", None) or getattr(cause, "strerror", None) or cause
+        raise KVPilotError(
+            f"{' or '.join(places)} cannot be written: {why}; what is done is kept, the same command goes on"
+        ) from error
 
 
 def open_study(

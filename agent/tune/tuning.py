@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvpilot.agent.evaluation.runs import KeepingJob, Run, run_all
+from kvpilot.agent.evaluation.runs import KeepingJob, Run, check_sessions, run_all
 from kvpilot.agent.jobs.workers import StoppedError, Workers
 from kvpilot.agent.policies.spec import PolicySpec, static_spec
 from kvpilot.agent.tune.config import TuneConfig
@@ -43,8 +43,9 @@ class Tuner:
     ) -> None:
         self._config, self._workers = config, workers
         self._is_stopped, self._on_trial = is_stopped, on_trial
-        self._storage = open_storage(config.storage)
         self._episodes = config.episodes()
+        check_sessions(self._episodes)
+        self._storage = open_storage(config.storage)
         self._bounds = common_bounds(self._episodes)
         effort = config.effort
         self._ladder = Ladder(
@@ -72,8 +73,11 @@ class Tuner:
 
     # ------------------------------------------------------------------ stages
     def _run_default(self) -> None:
-        if not self._know(DEFAULT):
-            raise KVPilotError("the engine failed with its default knobs: there is nothing to compare with")
+        failure = self._failure(DEFAULT)
+        if failure is not None:
+            raise KVPilotError(
+                f"default knobs could not be simulated, there is nothing to compare with: {failure}"
+            ) from failure
 
     def _search_all(self) -> Search:
         config = self._config
@@ -131,7 +135,7 @@ class Tuner:
         search.run(config.effort.rule_trials, self._until(1.0))
         for trial in search.best(1):
             self._known.rule = suggest_rule(_fixed(trial.params), settings)
-            self._know(rule_spec(self._known.rule))
+            self._failure(rule_spec(self._known.rule))
 
     # ------------------------------------------------------------------ parts
     def _search(
@@ -174,19 +178,18 @@ class Tuner:
 
     def _know_setting(self, knobs: Knobs) -> None:
         spec = static_spec(knobs)
-        if self._know(spec):
+        if self._failure(spec) is None:
             self._known.add_setting(spec, self._known.results[spec.key])
 
-    def _know(self, spec: PolicySpec) -> bool:
-        """Runs it on every episode, or reads what is kept; False if the engine failed with it."""
+    def _failure(self, spec: PolicySpec) -> KVPilotError | None:
+        """Runs it on every episode, or reads what is kept; None: its results are known now."""
         if spec.key in self._known.results:
-            return True
+            return None
         outcomes = run_all(self._workers, self._ladder.full_runs(spec), is_stopped=self._is_stopped)
         results = [outcome for outcome in outcomes if isinstance(outcome, EpisodeResult)]
-        if len(results) < len(outcomes):
-            return False
-        self._known.results[spec.key] = results
-        return True
+        if len(results) == len(outcomes):
+            self._known.results[spec.key] = results
+        return next((one for one in outcomes if isinstance(one, KVPilotError)), None)
 
     def _until(self, share: float) -> float:
         """When a stage has to end, that may take this share of the minutes left."""

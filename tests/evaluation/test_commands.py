@@ -68,6 +68,14 @@ def test_a_trace_becomes_a_workload_at_its_recorded_rate(folder):
     assert closed.streams["trace"].loop == "closed"
 
 
+def test_an_slo_of_zero_is_refused_not_taken_for_none(folder):
+    with pytest.raises(ConfigError, match="slo ttft_seconds=0"):
+        Traffic(trace=folder / "sessions.jsonl", slo_ttft_seconds=0.0).workloads("train")
+    traffic = Traffic(trace=folder / "sessions.jsonl", slo_ttft_seconds=3.0)
+    (workload,) = traffic.workloads("train").values()
+    assert (workload.slo.ttft_seconds, workload.slo.inter_token_seconds) == (3.0, 0.1)
+
+
 def test_traffic_that_contradicts_itself_is_refused(folder, tmp_path):
     trace = folder / "sessions.jsonl"
     with pytest.raises(ConfigError, match="expected one of them"):

@@ -119,6 +119,14 @@ def test_a_killed_worker_is_a_clear_error_with_a_checkpoint(small, tmp_path):
     assert model.num_timesteps >= 300
 
 
+def test_a_checkpoint_that_cannot_be_written_says_why(small, normalization, one_knob, tmp_path):
+    model = build_model(small, one_knob, normalization, seed=1)
+    with pytest.raises(
+        TrainingError, match=r"missing/checkpoint\.pt cannot be written: No such file.*--resume"
+    ):
+        save_checkpoint(model, tmp_path / "missing" / "checkpoint.pt")
+
+
 def test_a_checkpoint_of_other_networks_is_refused(small, normalization, one_knob, tmp_path):
     path = tmp_path / "checkpoint.pt"
     save_checkpoint(build_model(small, one_knob, normalization, seed=1), path)

@@ -18,6 +18,7 @@ from kvpilot.agent.training.seeds import Point
 from kvpilot.agent.training.training import Trained, open_folder, train
 from kvpilot.agent.training.validation import Score
 from kvpilot.agent.tune.result import TunedFormError
+from kvpilot.env.traces.trace import TraceError
 from kvpilot.env.tuning.rollout import run_episode
 
 from .conftest import SMALLEST
@@ -115,6 +116,24 @@ def test_stopped_in_ppo_it_exports_the_best_so_far_and_resumes(make_request, run
     assert steps == sorted(set(steps))
     assert steps[-1] == 64
     assert done.seeds[0][: len(partial.seeds[0])] == partial.seeds[0]
+
+
+def test_killed_while_it_validated_the_end_of_ppo_it_validates_that_and_is_done(make_request, run):
+    request = make_request()
+    whole = run(request)
+    path = request.out / "seed-0" / "points.json"
+    path.write_text(json.dumps(json.loads(path.read_text())[:-1]))  # the checkpoint is written before
+    done = run(request, resume=True)
+    assert done.is_complete
+    assert [point.reward for point in done.seeds[0]] == [point.reward for point in whole.seeds[0]]
+
+
+def test_traces_too_short_to_split_are_refused_before_anything_is_written(make_request, monkeypatch):
+    monkeypatch.setattr("kvpilot.env.tuning.sessions.MIN_SESSIONS", 1000)
+    request = make_request()
+    with pytest.raises(TraceError, match="too short to split"):
+        run_train(request, resume=False)
+    assert not (request.out / "config.toml").exists()
 
 
 def test_stopped_between_two_seeds_it_is_not_complete(make_request, run):

@@ -1,3 +1,4 @@
+import errno
 import socket
 from typing import Any
 
@@ -11,7 +12,7 @@ from kvpilot.agent.tune.figures import Limits
 from kvpilot.agent.tune.ladder import Ladder
 from kvpilot.agent.tune.search import Search, make_pruner
 from kvpilot.agent.tune.space import SearchSpace
-from kvpilot.agent.tune.storage import StudyError, open_storage, open_study, take_back_lost
+from kvpilot.agent.tune.storage import StudyError, keeping, open_storage, open_study, take_back_lost
 from kvpilot.engine.config import knob_bounds
 from kvpilot.engine.errors import ConfigError, KVPilotError
 from kvpilot.env.tuning.rollout import EpisodeResult
@@ -118,6 +119,31 @@ def test_a_stop_queues_what_was_under_way(make_search):
     resumed = make_search()
     resumed.run(4, FOREVER)
     assert [params for _, params, _ in values_of(resumed)] == [trial.params for trial in failed]
+
+
+def test_after_a_stop_the_same_is_found_as_without(make_search):
+    whole = make_search(storage="whole")
+    whole.run(12, FOREVER)
+    with pytest.raises(StoppedError):
+        make_search(InProcess(stop_after=21)).run(12, FOREVER)
+    resumed = make_search()
+    resumed.run(12, FOREVER)
+    assert resumed.study.get_trials(states=(optuna.trial.TrialState.FAIL,))
+    assert [told[1:] for told in values_of(resumed)] == [told[1:] for told in values_of(whole)]
+
+
+@pytest.mark.parametrize("limits", [{"max_quality_loss": -1.0}, {"min_goodput": 2.0}])
+def test_limits_that_nothing_can_keep_to_are_refused(limits):
+    with pytest.raises(ConfigError, match=next(iter(limits))):
+        Limits(**limits)
+
+
+def test_a_full_disk_is_an_error_in_words(tmp_path):
+    with (
+        pytest.raises(KVPilotError, match=r"tuned\.db cannot be written: No space left.*goes on"),
+        keeping("tuned.db"),
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_trials_of_a_killed_process_are_taken_back(make_search):
