@@ -1,7 +1,10 @@
 """`autotune train`: says what is done, and what came of it."""
 
+import fcntl
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,8 @@ from kvpilot.agent.training.screen import Screen
 from kvpilot.agent.training.training import Trained, open_folder, train
 from kvpilot.agent.tune.storage import keeping
 
+LOCK = ".lock"
+
 
 def run_train(request: TrainRequest, *, resume: bool) -> int:
     """Returns the exit code: 130 if it was interrupted; the best so far is exported then, and --resume goes on."""
@@ -26,7 +31,7 @@ def run_train(request: TrainRequest, *, resume: bool) -> int:
     console = make_console()
     check_folder(request.out)
     check_sessions(request.episodes_of_each())
-    with interruptible() as is_stopped:
+    with only_one(request.out), interruptible() as is_stopped:
         try:
             open_folder(request, resume=resume)
             done = train(request, Screen(console), is_stopped)
@@ -59,7 +64,7 @@ def run_search(request: TrainRequest, trials: int) -> int:
     console = make_console()
     check_folder(request.out)
     check_sessions(request.episodes_of_each())
-    with interruptible() as is_stopped:
+    with only_one(request.out), interruptible() as is_stopped:
         try:
             with keeping(str(request.out)):
                 path, reward = search(request, trials, Screen(console), is_stopped)
@@ -70,6 +75,19 @@ def run_search(request: TrainRequest, trials: int) -> int:
             raise TrainingError(f"{error}; trials done so far are kept: the same command goes on") from error
     console.print(f"best validation reward {reward:.4f}: {path}; train with --config {path}", highlight=False)
     return 130 if is_stopped() else os.EX_OK
+
+
+@contextmanager
+def only_one(out: Path) -> Iterator[None]:
+    """Of all trainings in this folder; whatever ends the process lets go. Raises FolderError."""
+    with (out / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise FolderError(
+                f"{out} is in use by another training: stop it, or name another --out"
+            ) from error
+        yield
 
 
 def check_folder(out: Path) -> None:

@@ -61,6 +61,9 @@ class TunedResult:
         names = [setting.name for setting in self.portfolio]
         if not names or len(set(names)) != len(names):
             raise ConfigError(f"portfolio={names!r} is invalid: expected settings with different names")
+        for name in ("seeds", "hashes", "scores", "provenance"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise ConfigError(f"{name}={getattr(self, name)!r} is invalid: expected an object")
 
     def write(self, path: Path) -> None:
         """As JSON; whole or not at all."""

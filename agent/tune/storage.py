@@ -43,7 +43,8 @@ def open_storage(spec: str) -> "optuna.storages.BaseStorage":
     except (SQLAlchemyError, ImportError, OSError, ValueError, RuntimeError, KeyError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise StudyError(f"storage {spec!r} cannot be used: {error}") from error
+        why = str(error).partition("\n")[0]  # SQLAlchemy adds the statement and a link
+        raise StudyError(f"storage {spec!r} cannot be used: {why}") from error
 
 
 @contextmanager

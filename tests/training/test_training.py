@@ -9,10 +9,10 @@ import pytest
 
 from kvpilot.agent.jobs.workers import StoppedError
 from kvpilot.agent.policies.exported import load_exported
-from kvpilot.agent.training.command import run_train
+from kvpilot.agent.training.command import only_one, run_train
 from kvpilot.agent.training.config import read_config
 from kvpilot.agent.training.demonstrations import Demonstrations
-from kvpilot.agent.training.errors import TrainingError
+from kvpilot.agent.training.errors import FolderError, TrainingError
 from kvpilot.agent.training.rounds import demonstrate
 from kvpilot.agent.training.seeds import Point
 from kvpilot.agent.training.training import Trained, open_folder, train
@@ -175,6 +175,14 @@ def test_a_folder_that_cannot_be_written_is_named(make_request, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(TrainingError, match="file/out cannot be written"):
         run_train(make_request(out="file/out"), resume=False)
+
+
+def test_two_trainings_do_not_share_a_folder(make_request):
+    request = make_request()
+    request.out.mkdir()
+    with only_one(request.out), pytest.raises(FolderError, match="in use by another training"):
+        run_train(request, resume=False)
+    assert run_train(request, resume=False) == 0
 
 
 def test_ctrl_c_ends_in_order(make_request, monkeypatch):
