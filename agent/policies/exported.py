@@ -196,6 +196,10 @@ def load_exported(path: Path) -> ExportedPolicy:
         return ExportedPolicy(_read_description(text, weights), _read_weights(weights), _hash(text))
     except (PolicyFormError, ConfigError) as error:
         raise PolicyFormError(f"{folder}: {error}") from error
+    except TypeError as error:
+        raise PolicyFormError(
+            f"{folder}: {DESCRIPTION} is malformed ({error}): expected what `autotune train` wrote"
+        ) from error
 
 
 def _read_description(text: bytes, weights: bytes) -> PolicyDescription:

@@ -83,7 +83,8 @@ def parse_spec(text: str) -> PolicySpec:
     from kvpilot.agent.policies import FROM_FILE, NAMED, load_policy
 
     prefixes = tuple(f"{kind}:" for kind in FROM_FILE)
-    label, equals, spec = text.rpartition("=")
+    has_label = "=" in text and not Path(text).exists()  # paths may hold an = themselves
+    label, equals, spec = text.partition("=") if has_label else ("", "", text)
     policy = load_policy(spec)
     label = label if equals else policy.name
     if spec in NAMED:

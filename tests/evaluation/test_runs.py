@@ -1,7 +1,10 @@
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
+from kvpilot.agent import policies
 from kvpilot.agent.evaluation.runs import KeepingJob, Run, run_all, workload_hash
 from kvpilot.agent.jobs.workers import Workers
 from kvpilot.agent.policies.hysteresis import HysteresisPolicy
@@ -113,3 +116,11 @@ def test_what_was_tuned_is_a_policy_by_file(tuned, tmp_path):
 def test_a_workload_is_the_same_whatever_split_is_drawn_from(workload):
     assert workload_hash(workload) == workload_hash(workload.with_(split="test"))
     assert workload_hash(workload) != workload_hash(workload.with_(pool_bytes=workload.pool_bytes * 2))
+
+
+def test_a_policy_may_lie_in_a_folder_with_an_equals_sign(tmp_path):
+    folder = tmp_path / "rate=0.1"
+    shutil.copytree(Path(policies.__file__).parent / "ppo", folder)
+    assert parse_spec(str(folder)).label == "ppo"
+    labelled = parse_spec(f"mine={folder}")
+    assert (labelled.label, labelled.config["path"]) == ("mine", str(folder))
