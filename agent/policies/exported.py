@@ -2,8 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +61,9 @@ class PolicyDescription:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "PolicyDescription":
-        """Raises PolicyFormError for features that this version does not compute; ConfigError and TypeError."""
+        """Raises PolicyFormError for features that this version does not compute, and for what is no number where one
+        belongs; ConfigError and TypeError."""
+        _check_numbers(values)
         changes: dict[str, Any] = {
             "actions": actions_from_json(values["actions"]),
             "bounds": {name: KnobBounds(**limit) for name, limit in values["bounds"].items()},
@@ -68,11 +72,40 @@ class PolicyDescription:
             changes[name] = tuple(values[name])
         made = cls(**{**values, **changes})
         if (made.vector_form, made.features) != (vector.FORM, vector.FEATURES):
+            pairs = zip_longest(made.features, vector.FEATURES)
+            other = next(
+                (f", {seen!r} where {known!r} is expected" for seen, known in pairs if seen != known), ""
+            )
             raise PolicyFormError(
-                f"vector_form={made.vector_form!r} with {len(made.features)} features is of another version: "
+                f"vector_form={made.vector_form!r} with {len(made.features)} features{other} is of another version: "
                 f"expected {vector.FORM} with {len(vector.FEATURES)}; train it again with `autotune train`"
             )
         return made
+
+
+NUMBERS = ("stack", "averages", "interval_seconds", "bounds", "envelope_low", "envelope_high", "actions")
+NO_NUMBERS = ("name", "kind", "scale", "integer")  # among them
+
+
+def _check_numbers(values: Mapping[str, Any]) -> None:
+    for place, value in _leaves({name: values[name] for name in NUMBERS}):
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise PolicyFormError(f"{place}={value!r} is invalid: expected a finite number")
+    if values["interval_seconds"] <= 0:
+        raise PolicyFormError(
+            f"interval_seconds={values['interval_seconds']!r} is invalid: expected seconds > 0"
+        )
+
+
+def _leaves(values: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """What is in mappings and lists, each with its place, but for `NO_NUMBERS`."""
+    if not isinstance(values, Mapping | list):
+        yield place, values
+        return
+    items = values.items() if isinstance(values, Mapping) else enumerate(values)
+    for key, value in items:
+        if key not in NO_NUMBERS:
+            yield from _leaves(value, f"{place}.{key}" if place else str(key))
 
 
 class ExportedPolicy:

@@ -19,6 +19,7 @@ from kvpilot.agent.training.rounds import demonstrate
 from kvpilot.agent.training.screen import Screen
 from kvpilot.agent.training.seeds import BEST, Point, SeedRun, seed_folder, write_json
 from kvpilot.agent.training.validation import Score, Validator
+from kvpilot.engine.files import write_whole
 
 CONFIG, INPUTS, TUNED, REPORT, POLICY = "config.toml", "inputs.json", "tuned.json", "training.json", "policy"
 
@@ -123,9 +124,10 @@ def open_folder(request: TrainRequest, *, resume: bool) -> None:
         if resume:
             raise FolderError(f"{out} holds no training to resume: there is no {config}")
         out.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(request.tuned_path, out / TUNED)
+        with suppress(shutil.SameFileError):
+            shutil.copyfile(request.tuned_path, out / TUNED)
         write_json(inputs, values)
-        config.write_text(to_toml(request.config), encoding="utf-8")
+        write_whole(config, to_toml(request.config))
         return
     if not resume:
         raise FolderError(f"{out} holds a training: go on with --resume, or name another folder with --out")

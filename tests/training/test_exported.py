@@ -1,6 +1,7 @@
 """A policy on disk: decides as the network it came from, and refuses what it was not made for."""
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -199,9 +200,21 @@ def break_json(**changes):
 BROKEN = {
     "another version of the files": (break_json(kvpilot_policy=2), "kvpilot_policy=2"),
     "another form of the vector": (break_json(vector_form=99), "vector_form=99.*autotune train"),
-    "other features": (break_json(features=["waiting"]), "1 features.*autotune train"),
+    "other features": (
+        break_json(features=["waiting"]),
+        "1 features, 'waiting' where 'waiting_mean_seconds' is expected.*autotune train",
+    ),
     "weights of another export": (break_json(weights_sha256="0"), "not the one"),
-    "a field is missing": (break_json(stack=...), "malformed"),
+    "a field is missing": (break_json(stack=...), "no field 'stack'"),
+    "an interval that is a word": (break_json(interval_seconds="x"), "interval_seconds='x' is invalid"),
+    "an interval before now": (break_json(interval_seconds=-5), "interval_seconds=-5 is invalid"),
+    "an envelope without numbers": (break_json(envelope_high=[math.nan]), r"envelope_high\.0=nan is invalid"),
+    "a setting that is a word": (
+        break_json(
+            actions={"kind": "portfolio", "settings": [{"name": "one", "knobs": {"max_batch": "many"}}]}
+        ),
+        r"actions\.settings\.0\.knobs\.max_batch='many' is invalid",
+    ),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "cannot be read"),
     "weights cut off": (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:99]), "not the one"),
     "no JSON": (lambda folder: (folder / DESCRIPTION).write_text("{"), "malformed"),

@@ -195,6 +195,15 @@ def test_ctrl_c_ends_in_order(make_request, monkeypatch):
     assert load_exported(request.out / "policy").name == "ppo"
 
 
+def test_what_was_tuned_may_lie_in_the_folder_of_the_training(make_request, tuned):
+    request = make_request()
+    request.out.mkdir(parents=True)
+    inside = request.out / "tuned.json"
+    inside.write_bytes(request.tuned_path.read_bytes())
+    open_folder(replace(request, tuned_path=inside), resume=False)
+    assert read_config(request.out / "config.toml") == SMALLEST
+
+
 def test_a_training_is_not_overwritten_nor_mixed_with_another(make_request, run, tuned):
     config = SMALLEST.with_(demonstrations={"teacher": "rule"}, ppo={"steps": 0})
     request = make_request(config)
