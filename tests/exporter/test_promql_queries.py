@@ -20,7 +20,10 @@ class TwoSamples:
     """A Reading of an engine that exports its clock and one counter."""
 
     anchor, progress = "toy_time", "toy_steps_total"
-    sample_names = ("toy_time", "toy_steps_total", "toy_waiting")
+
+    @property
+    def sample_names(self) -> list[str]:
+        return ["toy_time", "toy_steps_total", "toy_waiting"]
 
     def snapshot(self, samples: Iterable[Sample], time: float) -> StatsSnapshot:
         return StatsSnapshot(
@@ -35,7 +38,7 @@ def prometheus() -> Iterator[Any]:
     def result(query: str) -> Any:
         if query == "time()":
             return [NOW, str(NOW)]
-        names = [{"__name__": name, "job": "toy"} for name in TwoSamples.sample_names[:2]]
+        names = [{"__name__": name, "job": "toy"} for name in TwoSamples().sample_names[:2]]
         if query.endswith("s]"):
             return [{"metric": name, "values": [[at, str(at)] for at in SCRAPES]} for name in names]
         return [{"metric": name, "value": [NOW, "7"]} for name in names]
