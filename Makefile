@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 
 .PHONY: demo test test-all e2e dashboards check types lint layers compiled bench clean
 
-demo: $(STAMP)  ## about four minutes once set up, with a live table
+demo: $(STAMP)  ## about three minutes once set up, with a live table
 	$(BIN)/autotune demo
 
 test: $(STAMP)  ## fast: no model, no child processes
