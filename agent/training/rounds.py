@@ -46,21 +46,28 @@ def cloned(
     """A model joined of members that were fitted to the demonstrations, each from other weights and with other
     episodes held out; it has no environment to learn in yet. The report is the mean of theirs."""
     config, sizes = request.config, request.actions.sizes
-    normalization = Normalization.of(data.stacked(config.environment.stack, config.environment.averages))
-    env = offline_vector(len(normalization.mean), sizes, config.ppo.envs)
+    new_model = model_builder(request, data)
 
     def fitted(number: int) -> tuple[Model, CloneReport]:
         own = seed * MAX_MEMBERS + number
-        member = build_model(config, env, normalization, own)
+        member = new_model(own, 1)
         done = number * config.clone.epochs
         return member, clone(member.policy, data, config, sizes, own, lambda epoch: on_epoch(done + epoch))
 
     members, reports = zip(*map(fitted, range(config.clone.members)), strict=True)
     if len(members) == 1:
         return members[0], reports[0]
-    joined = build_model(config, env, normalization, seed, len(members))
+    joined = new_model(seed, len(members))
     join(joined.policy, [member.policy for member in members])
     return joined, CloneReport(*(sum(column) / len(column) for column in zip(*reports, strict=True)))
+
+
+def model_builder(request: TrainRequest, data: Demonstrations) -> Callable[[int, int], Model]:
+    """Makes models of new weights, by seed and by how many members wide, for inputs like these demonstrations."""
+    config = request.config
+    normalization = Normalization.of(data.stacked(config.environment.stack, config.environment.averages))
+    env = offline_vector(len(normalization.mean), request.actions.sizes, config.ppo.envs)
+    return lambda seed, members: build_model(config, env, normalization, seed, members)
 
 
 def _label_round(
